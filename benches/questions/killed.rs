@@ -21,6 +21,7 @@ use std::hint::black_box;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use clap::{Parser, Subcommand};
@@ -31,6 +32,9 @@ use lowtide::heap::{AllocationProfile, take_profile};
 use lowtide::{BoxError, ByteSize, Memory};
 
 lowtide::global_allocator!(balanced, prof: true, lg_prof_sample: 23);
+
+/// Several services end at once, and one profile is taken at a time.
+static TAKING: Mutex<()> = Mutex::new(());
 
 /// The limit of each service.
 const LIMIT: ByteSize = ByteSize::mib(192);
@@ -190,7 +194,10 @@ fn grown(folder: &Path) -> Result<String, BoxError> {
     }
     let most = bytes.iter().max_by_key(|(_, bytes)| **bytes);
     let Some((stack, bytes)) = most else { return Ok("an empty profile".to_owned()) };
-    let own = take_profile()?;
+    let own = {
+        let _taking = TAKING.lock().unwrap_or_else(PoisonError::into_inner);
+        take_profile()?
+    };
     let names = stack.iter().filter_map(|&address| name(address, &newest, &own));
     let names: Vec<_> = names.filter(|name| name.contains("killed::")).collect();
     let (number, file) = (files.len(), last.file_name().unwrap_or_default().to_string_lossy());
