@@ -281,7 +281,7 @@ impl<E: Estimate> MemoryLayer<E> {
     /// spent waiting for the client counts: not while the handler works or does not read, and not
     /// while the request waits for room. A request whose body is slower is cancelled, and answered
     /// with 408 (gRPC: `DEADLINE_EXCEEDED`). Once its handler has answered, the rest of its body
-    /// may take any time. A response that the client reads more slowly ends with an error
+    /// may take any time, unless estimates are trusted. A response that the client reads more slowly ends with an error
     /// ([`Rejected::SlowClient`]). A rejection that waits for its body is sent.
     ///
     /// A part of a response counts as read when the connection asks for the next part. Up to 1 MiB

@@ -566,10 +566,13 @@ impl RequestPermit {
     /// Records a poll of the request's body: so many bytes, or a wait for the client.
     pub(super) fn receives(&self, polled: Poll<usize>, waker: &Waker) {
         let Some(pace) = self.limits().and_then(TimeLimits::request) else { return };
-        let now = self.held().permit.state().last_tick();
+        let (now, reports) = {
+            let held = self.held();
+            (held.permit.state().last_tick(), held.terms.reports)
+        };
         match polled {
-            // It waits for as long as both sides like.
-            Poll::Pending if self.0.owner().is_answered.load(Ordering::Relaxed) => {}
+            // It keeps no claim, so it waits for as long as both sides like.
+            Poll::Pending if reports && self.0.owner().is_answered.load(Ordering::Relaxed) => {}
             Poll::Ready(bytes) => pace.received(bytes, now),
             Poll::Pending if pace.wait(waker, now) => {}
             Poll::Pending => self.end_in_time(pace.rate().too_slow()),

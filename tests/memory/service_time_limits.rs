@@ -176,7 +176,7 @@ fn a_stream_in_both_directions_may_be_silent() {
         *slot.lock().expect("not poisoned") = Some(body);
         std::future::ready(Ok(Response::new(Fed::default())))
     };
-    let layer = bed.layer().with_min_data_rate(RATE, GRACE);
+    let layer = bed.memory.layer().with_min_data_rate(RATE, GRACE);
     let mut call = call(&layer, post(&Fed::default()), handler);
     let Poll::Ready(answer) = poll(&mut call) else { panic!("it answers at once") };
     let (mut answer, mut sent) = (answer.into_body(), kept.lock().expect("not poisoned").take());
