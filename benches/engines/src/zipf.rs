@@ -89,7 +89,7 @@ fn open(memory: &Memory, library: &str, model: &str, folder: &str) -> Result<Mod
     let names = ["first", "second", "third"];
     let sessions = names.map(|name| runtime.session(name, model).register());
     let folder = Path::new(folder).to_owned();
-    let load = move || Ok(Embedder::load(&folder, &Device::Cpu)?);
+    let load = move || Embedder::load(&folder, &Device::Cpu);
     let embedder = memory.managed("embedder", load);
     let embedder = embedder.cost(Cost::host(EMBEDDER));
     Ok(Models {
