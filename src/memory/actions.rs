@@ -253,13 +253,13 @@ impl MaintenanceExecutor {
         to.admission(&snapshot.admission);
         #[cfg(feature = "service")]
         to.connections();
-        let routes = admission.state().usage_by_route();
+        let routes = admission.state().routes.read();
         for of in &routes {
             let labels = [label("method", of.method), label("route", &of.name)];
             record::route(of, &mut to.to(&labels));
         }
         if to.has_detail() {
-            for of in admission.state().usage_by_tenant() {
+            for of in admission.state().tenants.read() {
                 record::tenant(&of, &mut to.to(&[label("tenant", &of.name)]));
             }
         }

@@ -84,7 +84,7 @@ impl MemoryHeap<'_> {
 
 impl Shared {
     pub(super) fn oldest_requests(&self) -> Vec<RequestMemory> {
-        self.here(|shared| shared.admission.state().oldest(LARGEST_MAX, shared.clock.now()))
+        self.here(|shared| shared.admission.state().large.oldest(LARGEST_MAX, shared.clock.now()))
     }
 }
 
@@ -151,7 +151,8 @@ impl<'a> MemoryReport<'a> {
     /// (`service::RequestPermit::memory`). Empty in a forked child.
     #[must_use]
     pub fn largest_requests(&self) -> Vec<RequestMemory> {
-        self.0.here(|shared| shared.admission.state().largest(LARGEST_MAX, shared.clock.now()))
+        self.0
+            .here(|shared| shared.admission.state().large.largest(LARGEST_MAX, shared.clock.now()))
     }
 
     /// Returns the running requests that were admitted first, the oldest first: at most 16, each
@@ -167,14 +168,14 @@ impl<'a> MemoryReport<'a> {
     /// method, or else the first segment of the path. Empty in a forked child.
     #[must_use]
     pub fn usage_by_route(&self) -> Vec<MemoryUsage> {
-        self.0.here(|shared| shared.admission.state().usage_by_route())
+        self.0.here(|shared| shared.admission.state().routes.read())
     }
 
     /// Returns the memory of measured requests by tenant (`service::Tenant`), the largest first: at
     /// most 32 tenants, and one named `other` for the rest. Empty in a forked child.
     #[must_use]
     pub fn usage_by_tenant(&self) -> Vec<MemoryUsage> {
-        self.0.here(|shared| shared.admission.state().usage_by_tenant())
+        self.0.here(|shared| shared.admission.state().tenants.read())
     }
 
     /// Returns what the traffic of the last 24 hours and the current one has needed: by hour, the

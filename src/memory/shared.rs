@@ -342,7 +342,7 @@ impl Shared {
 
     /// Divides the physical memory of a snapshot among its holders.
     pub(super) fn breakdown(&self, snapshot: &MemorySnapshot) -> Breakdown {
-        let routes = self.here(|shared| shared.admission.state().usage_by_route());
+        let routes = self.here(|shared| shared.admission.state().routes.read());
         Breakdown::new(snapshot, routes.iter().map(|of| of.live).sum())
     }
 

@@ -43,7 +43,7 @@ fn look_up(
 ) -> Arc<Usage> {
     let (method, route) = (origin.method.as_str(), origin.route.to_string());
     unmeasured(|| {
-        let usage = permit.state().usage_of_route(method, &route, origin.is_matched, succeeded);
+        let usage = permit.state().routes.of_route(method, &route, origin.is_matched, succeeded);
         need.keep_usage(&usage, method, route.as_bytes());
         usage
     })
@@ -90,7 +90,7 @@ pub(super) fn add(
 }
 
 fn of_tenant(permit: &Permit, tenant: &Tenant) -> Arc<Usage> {
-    unmeasured(|| permit.state().usage_of_tenant(tenant.name()))
+    unmeasured(|| permit.state().tenants.of_tenant(tenant.name()))
 }
 
 /// The parts of a request's head that name it to operators and select the answer.

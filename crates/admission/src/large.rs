@@ -24,6 +24,7 @@
 //! A tick allocates nothing, and cancels at most one request. No lock of the registry is held while
 //! a request is cancelled, suspended or woken.
 
+use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -163,7 +164,7 @@ lowtide_core::named_enum! {
 
 /// The registry of one admission.
 #[derive(Default)]
-pub(super) struct LargeRequests {
+pub struct LargeRequests {
     registry: Mutex<Registry>,
     /// The time of the last tick of the control loop, in nanoseconds.
     now: AtomicU64,
@@ -194,6 +195,12 @@ impl Registry {
     fn remove_ended(&mut self) {
         self.requests.retain(|request| request.reserved().is_some());
         self.removals += 1;
+    }
+}
+
+impl fmt::Debug for LargeRequests {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LargeRequests").field("now", &self.now()).finish_non_exhaustive()
     }
 }
 
@@ -238,9 +245,11 @@ impl LargeRequests {
         }
     }
 
-    /// Returns the `most` requests that hold the most memory, the largest first, without those that
-    /// hold less than [`LARGE_MIN`].
-    pub(super) fn largest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
+    /// Returns the `most` running requests that hold most memory, the largest first, among those
+    /// that hold at least [`LARGE_MIN`] and are measured. Allocates, and takes a lock for some
+    /// microseconds.
+    #[must_use]
+    pub fn largest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
         let mut largest = self.running(now);
         largest.retain(|request| request.live >= LARGE_MIN);
         largest.sort_by_key(|request| std::cmp::Reverse(request.live));
@@ -248,8 +257,11 @@ impl LargeRequests {
         largest
     }
 
-    /// Returns the `most` requests that were admitted first, the oldest first.
-    pub(super) fn oldest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
+    /// Returns the `most` running requests that were admitted first, the oldest first, among those
+    /// that have waited for something, and are measured and have reserved at least
+    /// [`REGISTERED_MIN`], or have a time limit. Costs as much as [`LargeRequests::largest`].
+    #[must_use]
+    pub fn oldest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
         let mut oldest = self.running(now);
         oldest.sort_by_key(|request| std::cmp::Reverse(request.age));
         oldest.truncate(most);
@@ -276,10 +288,10 @@ impl LargeRequests {
         requests.iter().filter_map(describe).collect()
     }
 
-    /// Describes the requests that have reserved the most memory, the largest first: as many as
-    /// `into` has places, and at most [`TOP_MAX`]. Returns their number. Allocates nothing if the
-    /// texts in `into` have room.
-    pub(super) fn largest_reserved(&self, into: &mut [RequestMemory], now: Moment) -> usize {
+    /// Describes the running requests that have reserved most memory, the largest first, among
+    /// those of [`LargeRequests::oldest`]: as many as `into` has places, and at most 16. Returns
+    /// their number. Allocates nothing if the texts in `into` have room.
+    pub fn largest_reserved(&self, into: &mut [RequestMemory], now: Moment) -> usize {
         let mut top: [Option<(ByteSize, Arc<dyn LargeRequest>)>; TOP_MAX] = Default::default();
         for request in self.each() {
             let Some(reserved) = request.admitted_at().and_then(|_| request.reserved()) else {

@@ -93,11 +93,13 @@ pub use usage::MemoryUsage;
 /// For a layer of a service that measures its requests, suspends and cancels them, and reports
 /// load. Other programs do not need it.
 pub mod layer {
-    pub use crate::large::{GRACE, LARGE_MIN, LargeRequest, REGISTERED_MIN, SLOW_AFTER};
+    pub use crate::large::{
+        GRACE, LARGE_MIN, LargeRequest, LargeRequests, REGISTERED_MIN, SLOW_AFTER,
+    };
     pub use crate::maintenance::{REPORT_WINDOW, SHED_SHOWN, mean_weight};
     pub use crate::permit::Waiting;
     pub use crate::state::AdmissionState;
-    pub use crate::usage::{NAME_MAX, Usage, shortened};
+    pub use crate::usage::{NAME_MAX, Usage, Usages, shortened};
 }
 
 /// The README's code, compiled.

@@ -23,14 +23,14 @@ use lowtide_core::clock::{Bell, Moment};
 use super::correction::K_START;
 use super::cost::{Budget, Cost, Priority, RejectReason, Rejected};
 use super::eviction::{Eviction, Evictor, RetryHint};
-use super::large::{LargeRequest, LargeRequests, RequestMemory};
+use super::large::{LargeRequest, LargeRequests};
 use super::learning::LASTS;
 use super::ledger::{InsufficientBudget, Ledger, Reservation, ResourceHold};
 use super::permit::{Permit, Waiting};
 use super::pressure::Level;
 use super::tally::{AdmissionStats, BudgetCounts, STRIPES, Shard, ShardId, used};
 use super::unused::PurgeablePages;
-use super::usage::{MemoryUsage, Usage, Usages};
+use super::usage::Usages;
 use super::waiting::{PassError, WaitId, WaitQueue, WaitReason, WaitTerms};
 
 /// The retry time if an operator has to act. A guess.
@@ -64,9 +64,12 @@ pub struct AdmissionState {
     pub(super) is_device_lost: AtomicBool,
     /// `true` if device memory is host memory: device bytes are reserved in the host's ledger.
     pub(super) unified: AtomicBool,
-    pub(super) large: LargeRequests,
-    routes: Usages,
-    tenants: Usages,
+    /// The running requests that have reserved much.
+    pub large: LargeRequests,
+    /// The memory of measured requests by route: at most 65 routes.
+    pub routes: Usages,
+    /// The same by tenant: at most 33.
+    pub tenants: Usages,
     pub(super) queue: WaitQueue,
     pub(super) unused: PurgeablePages,
     /// Wakes the control loop.
@@ -898,63 +901,6 @@ impl AdmissionState {
     /// the registry of requests.
     pub fn register(&self, request: Arc<dyn LargeRequest>) {
         self.large.add(Arc::clone(&request), request.reserved().unwrap_or_default());
-    }
-
-    /// Returns the `most` running requests that hold most memory, the largest first, among those
-    /// that hold at least 256 KiB and are measured. Allocates, and takes a lock for some
-    /// microseconds.
-    #[must_use]
-    pub fn largest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
-        self.large.largest(most, now)
-    }
-
-    /// Returns the `most` running requests that were admitted first, the oldest first, among those
-    /// that have waited for something, and are measured and have reserved at least 64 KiB, or have
-    /// a time limit. Costs as much as [`AdmissionState::largest`].
-    #[must_use]
-    pub fn oldest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
-        self.large.oldest(most, now)
-    }
-
-    /// Describes the running requests that have reserved most memory, the largest first, among
-    /// those of [`AdmissionState::oldest`]: as many as `into` has places, and at most 16. Returns
-    /// their number. Allocates nothing if the texts in `into` have room.
-    pub fn largest_reserved(&self, into: &mut [RequestMemory], now: Moment) -> usize {
-        self.large.largest_reserved(into, now)
-    }
-
-    /// Returns the record of the memory of a route, or that of all routes without one. A route that
-    /// is no pattern of the program is named by a client: it gets a record once a request of it has
-    /// succeeded, and only if few routes have one. Takes a lock.
-    #[must_use]
-    pub fn usage_of_route(
-        &self,
-        method: &str,
-        route: &str,
-        is_pattern: bool,
-        succeeded: bool,
-    ) -> Arc<Usage> {
-        self.routes.of_route(method, route, is_pattern, succeeded)
-    }
-
-    /// Returns the record of the memory of a tenant, or that of all tenants without one. Takes a
-    /// lock.
-    #[must_use]
-    pub fn usage_of_tenant(&self, tenant: &str) -> Arc<Usage> {
-        self.tenants.of_tenant(tenant)
-    }
-
-    /// Returns the memory of measured requests by route, the largest first: at most 65 routes.
-    /// Allocates, and takes a lock for about a microsecond.
-    #[must_use]
-    pub fn usage_by_route(&self) -> Vec<MemoryUsage> {
-        self.routes.read()
-    }
-
-    /// Like [`AdmissionState::usage_by_route`], by tenant: at most 33.
-    #[must_use]
-    pub fn usage_by_tenant(&self) -> Vec<MemoryUsage> {
-        self.tenants.read()
     }
 }
 

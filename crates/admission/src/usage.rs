@@ -133,7 +133,7 @@ impl Usage {
 
 /// The records of the routes, or of the tenants, of one admission.
 #[derive(Debug, Default)]
-pub(super) struct Usages(Mutex<UsageRecords>);
+pub struct Usages(Mutex<UsageRecords>);
 
 #[derive(Debug, Default)]
 struct UsageRecords {
@@ -148,8 +148,11 @@ impl Usages {
         *self.records() = UsageRecords::default();
     }
 
-    /// Returns the record of a route, if these are of routes.
-    pub(super) fn of_route(
+    /// Returns the record of the memory of a route, or that of all routes without one. A route that
+    /// is no pattern of the program is named by a client: it gets a record once a request of it has
+    /// succeeded, and only if few routes have one. Takes a lock.
+    #[must_use]
+    pub fn of_route(
         &self,
         method: &str,
         name: &str,
@@ -165,8 +168,10 @@ impl Usages {
         self.of(known, name, most)
     }
 
-    /// Returns the record of a tenant, if these are of tenants.
-    pub(super) fn of_tenant(&self, name: &str) -> Arc<Usage> {
+    /// Returns the record of the memory of a tenant, or that of all tenants without one. Takes a
+    /// lock.
+    #[must_use]
+    pub fn of_tenant(&self, name: &str) -> Arc<Usage> {
         self.of("", name, TENANTS_MAX)
     }
 
@@ -198,8 +203,10 @@ impl Usages {
         Arc::clone(other.get_or_insert_with(|| Arc::new(Usage::new(method, OTHER))))
     }
 
-    /// Returns the memory of each, the largest first.
-    pub(super) fn read(&self) -> Vec<MemoryUsage> {
+    /// Returns the memory of each, the largest first. Allocates, and takes a lock for about a
+    /// microsecond.
+    #[must_use]
+    pub fn read(&self) -> Vec<MemoryUsage> {
         let all: Vec<_> = {
             let records = self.records();
             records.named.iter().chain(&records.other).map(Arc::clone).collect()
