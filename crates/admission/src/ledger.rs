@@ -692,15 +692,6 @@ impl Ledger {
     }
 }
 
-/// Replaces the part of one request in a sum over all.
-pub(crate) fn replace_part(sum: &AtomicU64, before: ByteSize, after: ByteSize) {
-    // A difference, which may be negative: additions wrap.
-    let more = after.get().wrapping_sub(before.get());
-    if more != 0 {
-        sum.fetch_add(more, Ordering::Relaxed);
-    }
-}
-
 /// A counter on its own cache lines, so that writes of all threads do not slow down readers of
 /// other fields.
 #[derive(Debug, Default)]

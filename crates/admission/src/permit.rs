@@ -20,7 +20,7 @@ use lowtide_core::bytes::ByteSize;
 
 use super::admission::Admission;
 use super::cost::{Budget, Cost, Priority, Rejected};
-use super::ledger::{ResourceHold, replace_part};
+use super::ledger::ResourceHold;
 use super::state::AdmissionState;
 use super::waiting::{WaitId, WaitReason, WaitTerms};
 
@@ -174,12 +174,11 @@ impl Permit {
 
     /// Changes a request, and the sums that depend on it. Does nothing on a resource's permit.
     fn change(&mut self, change: impl FnOnce(&mut RequestReservation)) {
-        let host = &self.state.host;
+        let state = self.state;
         let Some(request) = self.request_mut() else { return };
-        let (unheld, suspended) = (request.unheld(), request.suspended());
+        let before = request.parts();
         change(request);
-        replace_part(&host.unheld, unheld, request.unheld());
-        replace_part(&host.suspended, suspended, request.suspended());
+        state.replace_parts(before, request.parts());
     }
 
     /// Adds to the host memory that a request has reserved.
@@ -209,19 +208,12 @@ impl Permit {
     /// Declares that the need of the request is not known: its reservation says little. The ceiling
     /// leaves as much room again until the permit is dropped. Called once at most.
     pub fn mark_unlearned(&mut self) {
-        if let Some(request) = self.request_mut() {
-            let unlearned = request.cost.host;
-            request.unlearned = unlearned;
-            replace_part(&self.state.host.unlearned, ByteSize::ZERO, unlearned);
-        }
+        self.change(|request| request.unlearned = request.cost.host);
     }
 
     /// Ends what [`Permit::mark_unlearned`] declared: what the request needs is measured.
     pub fn mark_learned(&mut self) {
-        if let Some(request) = self.request_mut() {
-            let unlearned = std::mem::take(&mut request.unlearned);
-            replace_part(&self.state.host.unlearned, unlearned, ByteSize::ZERO);
-        }
+        self.change(|request| request.unlearned = ByteSize::ZERO);
     }
 
     /// Releases part of the host memory early, at most what the permit holds. Does nothing on a
@@ -332,12 +324,11 @@ impl RequestReservation {
         Self { cost, is_exempt, measured: None, unlearned, is_suspended: false }
     }
 
-    fn suspended(&self) -> ByteSize {
-        if self.is_suspended { self.cost.host } else { ByteSize::ZERO }
-    }
-
-    fn unheld(&self) -> ByteSize {
-        self.measured.map_or(ByteSize::ZERO, |held| self.cost.host.saturating_sub(held))
+    /// Returns its parts of the sums over all requests ([`AdmissionState::replace_parts`]).
+    fn parts(&self) -> [ByteSize; 3] {
+        let host = self.cost.host;
+        let unheld = self.measured.map_or(ByteSize::ZERO, |held| host.saturating_sub(held));
+        [unheld, if self.is_suspended { host } else { ByteSize::ZERO }, self.unlearned]
     }
 }
 
@@ -348,10 +339,7 @@ impl PermitHold {
         match self {
             Self::Host(_) => {}
             Self::Request(request) => {
-                let (host, none) = (&state.host, ByteSize::ZERO);
-                replace_part(&host.unheld, request.unheld(), none);
-                replace_part(&host.suspended, request.suspended(), none);
-                replace_part(&host.unlearned, request.unlearned, none);
+                state.replace_parts(request.parts(), Default::default());
                 state.finish(request.cost, request.is_exempt);
             }
             Self::Resource(held) => {
@@ -559,7 +547,7 @@ mod tests {
                 }
             }
             let sum: u64 =
-                permits.iter().filter_map(Permit::request).map(|it| it.unheld().get()).sum();
+                permits.iter().filter_map(Permit::request).map(|it| it.parts()[0].get()).sum();
             assert_eq!(ledger.unheld(), ByteSize::new(sum));
         }
         drop(permits);

@@ -622,6 +622,19 @@ impl AdmissionState {
         Ok(self.count_growth(booked.host))
     }
 
+    /// Replaces the parts of a request in the sums over all: the bytes of its reservation that it
+    /// does not hold, all of them if it is suspended, and those whose need is not known.
+    pub(super) fn replace_parts(&self, before: [ByteSize; 3], after: [ByteSize; 3]) {
+        let Ledger { unheld, suspended, unlearned, .. } = &self.host;
+        for ((sum, before), after) in [unheld, suspended, unlearned].iter().zip(before).zip(after) {
+            // A difference, which may be negative: additions wrap.
+            let more = after.get().wrapping_sub(before.get());
+            if more != 0 {
+                sum.fetch_add(more, Ordering::Relaxed);
+            }
+        }
+    }
+
     /// Reserves more host memory for a request, even beyond the allowance. Returns the bytes
     /// reserved.
     pub(super) fn raise(&self, bytes: ByteSize) -> ByteSize {
