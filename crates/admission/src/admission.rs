@@ -8,7 +8,6 @@
 //! in each budget. A rejected request reserves nothing.
 
 use std::any::Any;
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -51,14 +50,7 @@ impl Drop for Open {
     }
 }
 
-impl fmt::Debug for Admission {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Admission")
-            .field("state", &self.state)
-            .field("keeps_running", &self.is_managed())
-            .finish_non_exhaustive()
-    }
-}
+debug_as!(Admission, |it| state: it.state, keeps_running: it.is_managed());
 
 impl Default for Admission {
     fn default() -> Self {

@@ -24,7 +24,6 @@
 //! A tick allocates nothing, and cancels at most one request. No lock of the registry is held while
 //! a request is cancelled, suspended or woken.
 
-use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -198,11 +197,7 @@ impl Registry {
     }
 }
 
-impl fmt::Debug for LargeRequests {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LargeRequests").field("now", &self.now()).finish_non_exhaustive()
-    }
-}
+debug_as!(LargeRequests, |requests| now: requests.now());
 
 impl LargeRequests {
     /// Starts over.

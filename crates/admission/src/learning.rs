@@ -37,7 +37,6 @@
 //! and does not limit requests from `STEPS` steps on until none runs.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -134,11 +133,7 @@ impl Known {
     }
 }
 
-impl fmt::Debug for Needs {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Needs").field("known", &lock(&self.0).routes.len()).finish_non_exhaustive()
-    }
-}
+debug_as!(Needs, |needs| known: lock(&needs.0).routes.len());
 
 impl Needs {
     /// Returns the need of requests of this kind with this estimate.

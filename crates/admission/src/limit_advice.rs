@@ -362,11 +362,7 @@ impl Default for LimitRecord {
     }
 }
 
-impl fmt::Debug for LimitRecord {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LimitRecord").field("last", &self.last).finish_non_exhaustive()
-    }
-}
+debug_as!(LimitRecord, |record| last: record.last);
 
 impl LimitRecord {
     /// Adds a sample. `ceiling_part` is the part of a limit that its ceiling is at the start.

@@ -53,11 +53,7 @@ pub struct Permit {
     held: PermitHold,
 }
 
-impl fmt::Debug for Permit {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Permit").field("cost", &self.cost()).finish_non_exhaustive()
-    }
-}
+debug_as!(Permit, |permit| cost: permit.cost());
 
 impl Permit {
     /// Creates the permit of a request that is not exempt.

@@ -14,7 +14,6 @@
 //!
 //! It does not choose which reclaimer is asked.
 
-use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -75,11 +74,7 @@ impl Reclaimable {
     }
 }
 
-impl fmt::Debug for Reclaimable {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reclaimable").field("name", &self.name).finish_non_exhaustive()
-    }
-}
+debug_as!(Reclaimable, |reclaimable| name: reclaimable.name);
 
 /// The counters of a reclaimer at one instant. They continue if its name is registered again.
 #[derive(Clone, Debug, Default)]
@@ -243,11 +238,7 @@ impl Drop for Reclaimer {
     }
 }
 
-impl fmt::Debug for Reclaimer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reclaimer").field("name", &self.name()).finish_non_exhaustive()
-    }
-}
+debug_as!(Reclaimer, |reclaimer| name: reclaimer.name());
 
 pub(super) struct Registered {
     of: Reclaimable,

@@ -94,15 +94,8 @@ pub struct AdmissionState {
     evictor: RwLock<Option<Arc<Evictor>>>,
 }
 
-impl fmt::Debug for AdmissionState {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("AdmissionState")
-            .field("level", &self.level())
-            .field("host", &self.host.reserved_bytes())
-            .field("device", &self.device.reserved_bytes())
-            .finish_non_exhaustive()
-    }
-}
+debug_as!(AdmissionState, |state|
+    level: state.level(), host: state.host.reserved_bytes(), device: state.device.reserved_bytes());
 
 impl AdmissionState {
     /// Returns an unused state, with this ceiling and correction factor of host memory.

@@ -18,7 +18,6 @@ mod settings;
 mod state;
 mod worker;
 
-use std::fmt;
 use std::hash::{BuildHasher as _, RandomState};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -623,12 +622,4 @@ fn decide(
     last.map_or(now, |at| at + every)
 }
 
-impl fmt::Debug for Maintenance {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Maintenance")
-            .field("host", &self.host)
-            .field("device", &self.device)
-            .field("last", &self.last)
-            .finish_non_exhaustive()
-    }
-}
+debug_as!(Maintenance, |it| host: it.host, device: it.device, last: it.last);

@@ -12,7 +12,6 @@
 //! Invariants: `jobs done + jobs panicked = jobs taken`; `rest >= cost / share - cost`, with `cost`
 //! the smallest of the last [`KEPT`], and `next <= max(requested, now + rest_max)`.
 
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -162,11 +161,7 @@ impl Worker {
     }
 }
 
-impl fmt::Debug for Worker {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Worker").field("panics", &self.panics).finish_non_exhaustive()
-    }
-}
+debug_as!(Worker, |worker| panics: worker.panics);
 
 /// Runs the worker's jobs on this thread until no more are accepted and none is pending.
 pub fn run_worker(worker: &mut Worker, clock: &dyn Clock) {
