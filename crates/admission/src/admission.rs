@@ -10,6 +10,7 @@
 use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::task::Waker;
 
 use lowtide_core::bytes::ByteSize;
 
@@ -167,7 +168,8 @@ impl Admission {
     /// Sets the level that rejects requests by priority. Called by the control loop.
     pub fn set_level(&self, level: Level) {
         if self.state.level.swap(level.as_u8(), Ordering::Relaxed) != level.as_u8() {
-            self.state.level_watches.wake();
+            let wakers = std::mem::take(&mut *self.state.level_watches.wakers());
+            wakers.into_values().for_each(Waker::wake);
         }
     }
 

@@ -84,7 +84,9 @@ impl LevelWatch {
         if !self.birth.is_here() {
             return Poll::Pending;
         }
-        drop(self.admission.state().level_watches.add(self.number, cx.waker().clone()));
+        let waker = cx.waker().clone();
+        let replaced = self.admission.state().level_watches.wakers().insert(self.number, waker);
+        drop(replaced);
         // A change before this is seen here, and a later one finds the waker.
         self.take_change().map_or(Poll::Pending, Poll::Ready)
     }
@@ -99,7 +101,8 @@ impl Drop for LevelWatch {
     fn drop(&mut self) {
         // In a forked child another thread may have held the lock.
         if self.birth.is_here() {
-            drop(self.admission.state().level_watches.remove(self.number));
+            let removed = self.admission.state().level_watches.wakers().remove(&self.number);
+            drop(removed);
         }
     }
 }

@@ -134,7 +134,7 @@ impl Permit {
         let priority = if is_exempt { Priority::Exempt } else { Priority::High };
         let state = self.state;
         self.grow_with(bytes, priority)
-            .inspect_err(|rejected| state.count_rejected_growth(rejected))
+            .inspect_err(|rejected| state.count_rejection(rejected.reason(), None))
     }
 
     /// Reserves more host memory with a priority, for memory that its holder can do without, such

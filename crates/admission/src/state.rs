@@ -236,7 +236,7 @@ impl AdmissionState {
             if let Some(waits) = waits {
                 self.queue.lacks(waits, WaitReason::Other);
             }
-            return Err(self.away(place));
+            return Err(self.away());
         }
         let booked = if waits.is_none() && self.queue.is_empty() {
             let how =
@@ -244,11 +244,11 @@ impl AdmissionState {
             match self.book(cost, how) {
                 Ok(booked) => booked,
                 Err((budget, short)) => {
-                    return Err(self.refuse(cost, budget, short, place, label));
+                    return Err(self.refuse(cost, budget, short, label));
                 }
             }
         } else {
-            self.book_in_order(waits, cost, priority, place, label)?
+            self.book_in_order(waits, cost, priority, label)?
         };
         tally.admit(place, booked.host, booked.device);
         Ok(Permit::of_request(self, booked, exempt))
@@ -281,7 +281,6 @@ impl AdmissionState {
         waits: Option<&WaitId>,
         cost: Cost,
         priority: Priority,
-        place: ShardId,
         label: Option<&dyn fmt::Display>,
     ) -> Result<Cost, Rejected> {
         let ceilings = Cost { host: self.host.ceiling(), device: self.device.ceiling() };
@@ -295,9 +294,9 @@ impl AdmissionState {
             // There is room that others wait for.
             PassError::Behind { .. } => {
                 let short = self.host.shortfall(cost.host);
-                self.full(Budget::Host, short, place, || RetryHint::Unknown)
+                self.full(Budget::Host, short, || RetryHint::Unknown)
             }
-            PassError::NoRoom(budget, short) => self.refuse(cost, budget, short, place, label),
+            PassError::NoRoom(budget, short) => self.refuse(cost, budget, short, label),
         })
     }
 
@@ -308,10 +307,9 @@ impl AdmissionState {
         cost: Cost,
         budget: Budget,
         short: InsufficientBudget,
-        place: ShardId,
         label: Option<&dyn fmt::Display>,
     ) -> Rejected {
-        self.full(budget, short, place, || self.make_room(cost, label))
+        self.full(budget, short, || self.make_room(cost, label))
     }
 
     /// Wakes the requests that may fit now, after a release of bytes. Runs code of their executors.
@@ -423,19 +421,18 @@ impl AdmissionState {
         make_room: impl FnMut() -> RetryHint,
     ) -> Result<Permit, Rejected> {
         let cost = self.by_budget(cost);
-        let place = ShardId::here();
         if self.sheds(Priority::Normal) {
-            return Err(self.away(place));
+            return Err(self.away());
         }
         let host = match reserve_resource(&self.host, cost.host) {
             Ok(host) => host,
-            Err(short) => return Err(self.full(Budget::Host, short, place, make_room)),
+            Err(short) => return Err(self.full(Budget::Host, short, make_room)),
         };
         let device = match reserve_resource(&self.device, cost.device) {
             Ok(device) => device,
             Err(short) => {
                 self.host.release_resource(host);
-                return Err(self.full(Budget::Device, short, place, make_room));
+                return Err(self.full(Budget::Device, short, make_room));
             }
         };
         self.resource_permits.fetch_add(1, Ordering::Relaxed);
@@ -534,11 +531,10 @@ impl AdmissionState {
         bytes: ByteSize,
         priority: Priority,
     ) -> Result<ByteSize, Rejected> {
-        let place = ShardId::here();
         let reserved = match priority {
             Priority::Exempt => return Ok(self.raise(bytes)),
-            Priority::High => self.book_more(held, bytes, place),
-            Priority::Low | Priority::Normal => self.book_spare(bytes, priority, place),
+            Priority::High => self.book_more(held, bytes),
+            Priority::Low | Priority::Normal => self.book_spare(bytes, priority),
         };
         reserved.map(|reserved| self.count_growth(reserved))
     }
@@ -550,20 +546,10 @@ impl AdmissionState {
         bytes
     }
 
-    /// Counts a request whose growth was rejected, in no class.
-    pub(super) fn count_rejected_growth(&self, rejected: &Rejected) {
-        self.count_rejection(ShardId::here(), rejected.reason(), None);
-    }
-
     /// Reserves host memory for which no request waits. Makes no room: the holder can do without.
-    fn book_spare(
-        &self,
-        bytes: ByteSize,
-        priority: Priority,
-        place: ShardId,
-    ) -> Result<ByteSize, Rejected> {
+    fn book_spare(&self, bytes: ByteSize, priority: Priority) -> Result<ByteSize, Rejected> {
         if self.sheds(priority) {
-            return Err(self.away(place));
+            return Err(self.away());
         }
         let others_wait = self.queue.lacking(|budget| budget == Budget::Host).is_some();
         let booked = if others_wait {
@@ -571,8 +557,8 @@ impl AdmissionState {
         } else {
             self.book(Cost::host(bytes), Ledger::try_book)
         };
-        let booked = booked
-            .map_err(|(budget, short)| self.refusal(budget, short, place, || RetryHint::Unknown))?;
+        let booked =
+            booked.map_err(|(budget, short)| self.refusal(budget, short, || RetryHint::Unknown))?;
         Ok(booked.host)
     }
 
@@ -609,9 +595,8 @@ impl AdmissionState {
         bytes: ByteSize,
         priority: Priority,
     ) -> Result<ByteSize, Rejected> {
-        let place = ShardId::here();
         let cost = Cost::host(bytes);
-        let booked = self.book_in_order(waits, cost, priority, place, None)?;
+        let booked = self.book_in_order(waits, cost, priority, None)?;
         Ok(self.count_growth(booked.host))
     }
 
@@ -644,16 +629,15 @@ impl AdmissionState {
     /// Returns the rejection of a request during the slow start of its route, of which so many run.
     #[cold]
     pub fn slow_start(&self, running: u32) -> Rejected {
-        let retry_after = self.retry_after(Some(LASTS), self.spread(ShardId::here()));
+        let retry_after = self.retry_after(Some(LASTS));
         Rejected::SlowStart { running, retry_after }
     }
 
     /// Counts a running request as cancelled, since it holds more than `most`.
     #[cold]
     pub fn outgrown(&self, held: ByteSize, claim: ByteSize, most: ByteSize) -> Rejected {
-        let place = ShardId::here();
         let may_fit = held.get() <= self.host.ceiling().get() / 2;
-        let retry_after = may_fit.then(|| self.retry_after(None, self.spread(place)));
+        let retry_after = may_fit.then(|| self.retry_after(None));
         self.large.note_cancelled();
         self.reject(Rejected::Outgrown { held, claim, most, retry_after })
     }
@@ -667,17 +651,17 @@ impl AdmissionState {
     /// Counts a request as rejected, and returns the rejection.
     #[inline]
     pub fn reject(&self, rejected: Rejected) -> Rejected {
-        let place = ShardId::here();
-        self.count_rejection(place, rejected.reason(), rejected.shortage());
+        self.count_rejection(rejected.reason(), rejected.shortage());
         rejected
     }
 
-    fn count_rejection(
+    /// Counts a rejection, in the class of what did not fit.
+    pub(super) fn count_rejection(
         &self,
-        place: ShardId,
         reason: RejectReason,
         shortage: Option<(Budget, ByteSize)>,
     ) {
+        let place = ShardId::here();
         self.tally(place).rejected(place, reason, shortage);
         if reason.is_shed() {
             self.sheds.fetch_add(1, Ordering::Relaxed);
@@ -719,7 +703,8 @@ impl AdmissionState {
     }
 
     /// Returns a number that differs from one rejected request to the next.
-    fn spread(&self, place: ShardId) -> u64 {
+    fn spread(&self) -> u64 {
+        let place = ShardId::here();
         self.tally(place).spread(place)
     }
 
@@ -741,21 +726,21 @@ impl AdmissionState {
     }
 
     /// Returns why a request is rejected independently of its cost.
-    fn away(&self, place: ShardId) -> Rejected {
+    fn away(&self) -> Rejected {
         if self.closed.load(Ordering::Acquire) {
             return Rejected::ShuttingDown;
         }
-        if let Some(rejected) = self.exhausted(place) {
+        if let Some(rejected) = self.exhausted() {
             return rejected;
         }
-        let retry_after = self.retry_after(None, self.spread(place));
+        let retry_after = self.retry_after(None);
         Rejected::Pressure { level: self.level(), retry_after }
     }
 
     /// Returns the rejection while memory that no request owns leaves no room.
-    fn exhausted(&self, place: ShardId) -> Option<Rejected> {
+    fn exhausted(&self) -> Option<Rejected> {
         let unowned = NonZero::new(self.unowned.load(Ordering::Relaxed))?;
-        let retry_after = self.retry_after(Some(EXHAUSTED), self.spread(place));
+        let retry_after = self.retry_after(Some(EXHAUSTED));
         let (unowned, ceiling) = (ByteSize::new(unowned.get()), self.host.ceiling());
         Some(Rejected::Exhausted { unowned, ceiling, retry_after })
     }
@@ -767,18 +752,13 @@ impl AdmissionState {
     }
 
     /// Reserves more host memory for a request of this size. Returns the bytes reserved.
-    fn book_more(
-        &'static self,
-        held: ByteSize,
-        bytes: ByteSize,
-        place: ShardId,
-    ) -> Result<ByteSize, Rejected> {
+    fn book_more(&'static self, held: ByteSize, bytes: ByteSize) -> Result<ByteSize, Rejected> {
         book(&self.host, bytes, |ledger, bytes| ledger.try_grow(held, bytes)).map_err(|short| {
             // The bytes it holds and the bytes it requests must fit together.
             let total = held.saturating_add(bytes);
             let never = total > self.host.ceiling();
             let short = InsufficientBudget { asked: if never { total } else { bytes }, ..short };
-            self.full(Budget::Host, short, place, || self.make_room(Cost::host(bytes), None))
+            self.full(Budget::Host, short, || self.make_room(Cost::host(bytes), None))
         })
     }
 
@@ -787,13 +767,12 @@ impl AdmissionState {
         &self,
         budget: Budget,
         short: InsufficientBudget,
-        place: ShardId,
         make_room: impl FnMut() -> RetryHint,
     ) -> Rejected {
         if budget == Budget::Host && short.asked <= self.host.ceiling() {
             self.lacked.fetch_min(short.asked.get(), Ordering::Relaxed);
         }
-        self.refusal(budget, short, place, make_room)
+        self.refusal(budget, short, make_room)
     }
 
     /// Returns the reason: the device is lost, the request can never fit, or it does not fit now.
@@ -802,7 +781,6 @@ impl AdmissionState {
         &self,
         budget: Budget,
         short: InsufficientBudget,
-        place: ShardId,
         mut make_room: impl FnMut() -> RetryHint,
     ) -> Rejected {
         let ledger = self.ledger(budget);
@@ -814,18 +792,18 @@ impl AdmissionState {
         if asked > ceiling {
             return Rejected::TooLarge { budget, asked, ceiling };
         }
-        let (wait, spread) = (ledger.wait_for(&short), self.spread(place));
+        let wait = ledger.wait_for(&short);
         let hint = make_room();
         if budget == Budget::Host
             && !matches!(hint, RetryHint::Unloading(_))
-            && let Some(rejected) = self.exhausted(place)
+            && let Some(rejected) = self.exhausted()
         {
             return rejected;
         }
         let retry_after = match hint {
-            RetryHint::Unloading(takes) => self.retry_after(Some(takes), spread),
-            RetryHint::Resident(stays) if !ledger.drains(&short) => known(stays, spread),
-            RetryHint::Resident(_) | RetryHint::Unknown => self.retry_after(wait, spread),
+            RetryHint::Unloading(takes) => self.retry_after(Some(takes)),
+            RetryHint::Resident(stays) if !ledger.drains(&short) => known(stays, self.spread()),
+            RetryHint::Resident(_) | RetryHint::Unknown => self.retry_after(wait),
         };
         let (reserved, allowance) = (ledger.in_bytes(reserved), ledger.in_bytes(allowance));
         Rejected::Full { budget, asked, reserved, allowance, retry_after }
@@ -834,14 +812,14 @@ impl AdmissionState {
     /// Returns the time in which the missing bytes become free, if known; otherwise 1 s at no
     /// pressure to 4 s at critical, a guess. Up to as much again is added, by a number that differs
     /// between requests, so that clients do not return at once.
-    fn retry_after(&self, wait: Option<Duration>, spread: u64) -> Duration {
+    fn retry_after(&self, wait: Option<Duration>) -> Duration {
         let seconds = match wait {
             Some(wait) => whole_seconds(wait),
             None => 1 + u64::from(self.level.load(Ordering::Relaxed)),
         };
         let seconds = seconds.clamp(1, RETRY_MAX.as_secs() / 2);
         // Three seconds at least, or those that were rejected together come back together.
-        Duration::from_secs(seconds + spread % (seconds + 1).max(3))
+        Duration::from_secs(seconds + self.spread() % (seconds + 1).max(3))
     }
 }
 
@@ -961,24 +939,8 @@ fn reserve_resource(ledger: &Ledger, bytes: ByteSize) -> Result<ResourceHold, In
 pub(super) struct LevelWatches(Mutex<BTreeMap<u64, Waker>>);
 
 impl LevelWatches {
-    fn wakers(&self) -> MutexGuard<'_, BTreeMap<u64, Waker>> {
+    pub(super) fn wakers(&self) -> MutexGuard<'_, BTreeMap<u64, Waker>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Wakes all, after a change.
-    #[cold]
-    pub(super) fn wake(&self) {
-        let wakers = std::mem::take(&mut *self.wakers());
-        wakers.into_values().for_each(Waker::wake);
-    }
-
-    /// Adds a waker, and returns the one that this watch had.
-    pub(super) fn add(&self, number: u64, waker: Waker) -> Option<Waker> {
-        self.wakers().insert(number, waker)
-    }
-
-    pub(super) fn remove(&self, number: u64) -> Option<Waker> {
-        self.wakers().remove(&number)
     }
 }
 
