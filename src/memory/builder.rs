@@ -3,7 +3,6 @@
 //! Invariant: a failed start leaves no thread, no claim and no changed setting except jemalloc's
 //! decay times.
 
-use std::fmt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -843,14 +842,7 @@ fn report_last_exit(last: &LastExit) {
     log!(warn, target: "lowtide", cause, pid, version, summary, "previous run ended abnormally");
 }
 
-impl fmt::Debug for Builder {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Builder")
-            .field("code", &self.code)
-            .field("ignores_environment", &self.ignores_environment)
-            .finish_non_exhaustive()
-    }
-}
+lowtide_admission::debug_as!(Builder, |it| code: it.code, ignores_environment: it.ignores_environment);
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {

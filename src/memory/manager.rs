@@ -65,11 +65,7 @@ impl WeakMemory {
     }
 }
 
-impl fmt::Debug for WeakMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("WeakMemory").finish_non_exhaustive()
-    }
-}
+lowtide_admission::debug_as!(WeakMemory, |_memory|);
 
 pub(super) struct MemoryInner {
     pub(super) shared: Arc<Shared>,

@@ -9,7 +9,6 @@
 //!
 //! Invariant: without admin commands no answer changes anything.
 
-use std::fmt;
 #[cfg(feature = "axum")]
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -422,11 +421,7 @@ fn routed(endpoints: &Endpoints, mut request: Request<Body>) -> Response<Body> {
     }
 }
 
-impl fmt::Debug for Endpoints {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Endpoints").field("memory", &self.memory).finish_non_exhaustive()
-    }
-}
+lowtide_admission::debug_as!(Endpoints, |endpoints| memory: endpoints.memory);
 
 /// The version of the JSON document. It rises if a key is removed or changes its meaning.
 const SCHEMA: u32 = 1;

@@ -30,7 +30,6 @@
 //! the live bytes after each piece of work, also of a cancelled request; `peak` never falls; the
 //! handler gets the end of a body only while the claim is reserved.
 
-use std::fmt;
 use std::future::poll_fn;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
@@ -953,14 +952,7 @@ impl Drop for ReserveGuard<'_> {
     }
 }
 
-impl fmt::Debug for RequestPermit {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RequestPermit")
-            .field("reserved", &self.reserved())
-            .field("memory", &self.memory())
-            .finish_non_exhaustive()
-    }
-}
+lowtide_admission::debug_as!(RequestPermit, |permit| reserved: permit.reserved(), memory: permit.memory());
 
 impl WeakPermit {
     /// Subtracts a frame from the request, unless the request has ended. If this thread runs for

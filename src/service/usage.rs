@@ -137,11 +137,7 @@ impl fmt::Display for RouteLabel {
     }
 }
 
-impl fmt::Debug for RouteLabel {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(&self.to_string(), f)
-    }
-}
+lowtide_admission::debug_as!(RouteLabel, |label| text: label.as_str());
 
 /// The tenant of a request: the customer, project or key for which it runs. A trusted layer around
 /// [`MemoryLayer`](super::MemoryLayer) inserts it into the request's extensions, for example after

@@ -34,15 +34,18 @@
 //! that no request owns leaves no room, [`ExhaustionPolicy::ServeOne`] admits single ones.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-/// Implements `Debug` for a type of which only these figures are of interest.
+/// Implements `Debug` for a type of which only these figures are of interest. For the lowtide
+/// packages only.
+#[doc(hidden)]
+#[macro_export]
 macro_rules! debug_as {
-    ($name:ident, |$it:ident| $($figure:ident: $value:expr),+) => {
+    ($name:ident, |$it:ident| $($figure:ident: $value:expr),*) => {
         impl std::fmt::Debug for $name {
             fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 let $it = self;
-                let mut shown = f.debug_struct(stringify!($name));
-                $(shown.field(stringify!($figure), &$value);)+
-                shown.finish_non_exhaustive()
+                f.debug_struct(stringify!($name))
+                    $(.field(stringify!($figure), &$value))*
+                    .finish_non_exhaustive()
             }
         }
     };

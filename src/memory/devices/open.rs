@@ -320,11 +320,7 @@ impl HostBudget for HostRoom {
     }
 }
 
-impl fmt::Debug for HostRoom {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostRoom").finish_non_exhaustive()
-    }
-}
+lowtide_admission::debug_as!(HostRoom, |_room|);
 
 /// The maximum number of slots of one `Memory`.
 const SLOTS_MAX: usize = 64;

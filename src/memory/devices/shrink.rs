@@ -12,7 +12,6 @@
 //!
 //! Invariant: there is one result for each target, in the order of the selector.
 
-use std::fmt;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
@@ -122,11 +121,7 @@ impl Drop for Run {
     }
 }
 
-impl fmt::Debug for Run {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Run").field("shrink", &self.shrink).finish_non_exhaustive()
-    }
-}
+lowtide_admission::debug_as!(Run, |run| shrink: run.shrink);
 
 impl Shared {
     fn check_targets(&self, targets: &Targets) -> Result<(), MemoryError> {

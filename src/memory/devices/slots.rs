@@ -24,7 +24,6 @@
 //! generation is cloned only out of `serving`, so a draining generation with a single handle has no
 //! allocation in progress, and will have none.
 
-use std::fmt;
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
@@ -171,14 +170,7 @@ impl Drop for ArenaUse {
     }
 }
 
-impl fmt::Debug for ArenaUse {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ArenaUse")
-            .field("slot", self.slot())
-            .field("conflicts", &self.conflicts().len())
-            .finish_non_exhaustive()
-    }
-}
+lowtide_admission::debug_as!(ArenaUse, |it| slot: it.slot(), conflicts: it.conflicts().len());
 
 /// The operation on a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
