@@ -340,7 +340,7 @@ impl Builder {
             reclaim_steps(steps, &resources),
         )?;
         #[cfg(feature = "device")]
-        devices.add_budgets(&mut maintenance);
+        devices.budgets().for_each(|budget| maintenance.add_device(budget.clone()));
         let shared = Arc::new(Shared {
             config,
             started_at: clock.since_epoch(),

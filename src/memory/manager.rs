@@ -205,7 +205,7 @@ impl Memory {
         shared.admission.close();
         shared.end_fit_at_shutdown();
         #[cfg(feature = "device")]
-        shared.devices.close();
+        shared.devices.budgets().for_each(Admission::close);
         let end = shared.clock.now() + deadline;
         let mut report = Shutdown { exhausted: shared.ends_exhausted(), ..Shutdown::default() };
         let open = shared.resources.close(&*shared.clock, end);

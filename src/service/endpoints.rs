@@ -148,10 +148,8 @@ impl Endpoints {
     }
 
     fn with_admin(self, token: Option<AdminToken>) -> Self {
-        let clock = match &self.memory {
-            Some(memory) => memory.clock(),
-            None => Arc::new(SystemClock::new()),
-        };
+        let own = || Arc::new(SystemClock::new()) as _;
+        let clock = self.memory.as_ref().map_or_else(own, Memory::clock);
         Self { admin: Some(Admin::new(clock, token)), ..self }
     }
 

@@ -91,16 +91,12 @@ fn longest(head: &Parts, body: &impl Body) -> Option<ByteSize> {
 /// The memory held by one exempt request, until dropped.
 #[derive(Debug)]
 pub(super) struct ExemptShare {
-    bytes: ByteSize,
+    /// What it has reserved.
+    pub(super) bytes: ByteSize,
     held: Arc<AtomicU64>,
 }
 
 impl ExemptShare {
-    /// Returns the initial reservation.
-    pub(super) const fn bytes(&self) -> ByteSize {
-        self.bytes
-    }
-
     /// Adds a further reservation of the request.
     pub(super) fn grow(&mut self, bytes: ByteSize) {
         self.bytes = self.bytes.saturating_add(bytes);

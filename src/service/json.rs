@@ -60,8 +60,8 @@ const PARTS: &[JsonPart] = &[
     ("admin_tasks", admin_tasks),
     ("largest_requests", |asked| requests(&asked.memory.report().largest_requests())),
     ("permits", |asked| requests(&asked.memory.report().oldest_requests())),
-    ("routes", |asked| asked.memory.report().usage_by_route().iter().map(route).collect()),
-    ("tenants", |asked| asked.memory.report().usage_by_tenant().iter().map(tenant).collect()),
+    ("routes", |asked| asked.memory.report().usage_by_route().iter().map(usage).collect()),
+    ("tenants", |asked| asked.memory.report().usage_by_tenant().iter().map(usage).collect()),
     ("size_classes", |asked| size_classes(asked.memory)),
     ("mappings", |asked| json!(asked.memory.report().mappings().as_ref().map(mappings))),
     #[cfg(feature = "cuda")]
@@ -210,16 +210,12 @@ pub(super) fn request(request: &RequestMemory) -> Value {
     })
 }
 
-fn route(of: &MemoryUsage) -> Value {
-    usage(json!({ "method": of.method, "route": of.name }), of)
-}
-
-fn tenant(of: &MemoryUsage) -> Value {
-    usage(json!({ "tenant": of.name }), of)
-}
-
-/// Adds the memory to a name.
-fn usage(mut named: Value, memory: &MemoryUsage) -> Value {
+/// Returns the memory of a route, or of a tenant, which has no method.
+fn usage(memory: &MemoryUsage) -> Value {
+    let mut named = match memory.method {
+        "" => json!({ "tenant": memory.name }),
+        method => json!({ "method": method, "route": memory.name }),
+    };
     named["live_bytes"] = memory.live.get().into();
     named["live_peak_bytes"] = memory.live_peak.get().into();
     named["requests"] = memory.requests_total.into();

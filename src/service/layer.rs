@@ -523,7 +523,7 @@ impl<E: Estimate> MemoryLayer<E> {
             return (Cost::ZERO, Priority::Exempt, None);
         }
         if let Some(share) = settings.exempt_share(head, body) {
-            return (Cost::host(share.bytes()), Priority::Exempt, Some(share));
+            return (Cost::host(share.bytes), Priority::Exempt, Some(share));
         }
         let (cost, priority) = self.estimate.estimate_with_length(head, length);
         (cost, priority, None)

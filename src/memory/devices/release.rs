@@ -67,7 +67,7 @@ impl Shared {
 
     /// Ends the management of arenas after the threads have ended, and reports what is live.
     pub(in crate::memory) fn end_devices(&self, report: &mut Shutdown) {
-        report.requests += self.devices.held();
+        report.requests += self.devices.budgets().map(|budget| budget.stats().held()).sum::<u64>();
         // Sleeping arenas that have no block left are not woken by any, and the worker has ended.
         for arena in self.working_arenas() {
             if arena.state() == SleepState::Asleep && arena.glance().live.is_zero() {

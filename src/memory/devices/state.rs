@@ -16,7 +16,7 @@ use crate::device::driver::Driver;
 use crate::device::driver::host::HostDriver;
 use crate::memory::error::{Diagnostic, StartError};
 use crate::sync::Mutex;
-use lowtide_admission::{Admission, Maintenance};
+use lowtide_admission::Admission;
 
 use super::arenas::Arenas;
 use super::device::{CountedIn, Device};
@@ -81,22 +81,8 @@ impl Devices {
         ArenasSensor::new(self.arenas.clone(), &self.list, config.device_limit.value)
     }
 
-    /// Adds the budgets of further devices to the control loop.
-    pub(in crate::memory) fn add_budgets(&self, maintenance: &mut Maintenance) {
-        self.budgets().for_each(|budget| maintenance.add_device(budget.clone()));
-    }
-
-    /// Closes the budgets of further devices.
-    pub(in crate::memory) fn close(&self) {
-        self.budgets().for_each(Admission::close);
-    }
-
-    /// Returns the number of reservations held in the budgets of further devices.
-    pub(in crate::memory) fn held(&self) -> u64 {
-        self.budgets().map(|budget| budget.stats().held()).sum()
-    }
-
-    fn budgets(&self) -> impl Iterator<Item = &Admission> {
+    /// Returns the budgets of further devices.
+    pub(in crate::memory) fn budgets(&self) -> impl Iterator<Item = &Admission> {
         self.list.iter().filter_map(|device| device.admission.as_ref())
     }
 }

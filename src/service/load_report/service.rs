@@ -63,7 +63,10 @@ type ReportBody = Pin<Box<dyn Body<Data = Bytes, Error = BoxError> + Send>>;
 
 impl LoadReportService {
     pub(in crate::service) fn new(reports: &Arc<LoadReports>) -> Self {
-        StreamTimer::register(reports);
+        // Adds the streams of a layer to the registry, once.
+        if !reports.streams.is_served.swap(true, Ordering::Relaxed) {
+            reports.admission.state().register(Arc::new(StreamTimer(Arc::downgrade(reports))));
+        }
         Self(Arc::clone(reports))
     }
 }
@@ -289,11 +292,15 @@ impl StreamSlot {
     /// Wakes the task when it is due, by the control loop's clock. It has to look at the time again
     /// after this.
     pub(super) fn wait(&self, due: Moment, waker: &Waker) {
-        let new = (self.number, due, waker.clone());
+        self.replace_waiting(Some((self.number, due, waker.clone())));
+    }
+
+    /// Replaces its place among those that wait. The former waker is dropped without the lock.
+    fn replace_waiting(&self, new: Option<(u64, Moment, Waker)>) {
         let mut waiting = lock(&self.reports.streams.waiting);
         let at = waiting.iter().position(|(number, ..)| *number == self.number);
         let before = at.map(|at| waiting.swap_remove(at));
-        waiting.push(new);
+        waiting.extend(new);
         drop(waiting);
         drop(before);
     }
@@ -301,31 +308,17 @@ impl StreamSlot {
 
 impl Drop for StreamSlot {
     fn drop(&mut self) {
-        let streams = &self.reports.streams;
-        streams.count.fetch_sub(1, Ordering::Relaxed);
+        self.reports.streams.count.fetch_sub(1, Ordering::Relaxed);
         // In a forked child another thread may have held the lock.
         if self.reports.birth.is_here() {
-            let mut waiting = lock(&streams.waiting);
-            let at = waiting.iter().position(|(number, ..)| *number == self.number);
-            let removed = at.map(|at| waiting.swap_remove(at));
-            drop(waiting);
-            drop(removed);
+            self.replace_waiting(None);
         }
     }
 }
 
 /// The streams of a layer in the control loop's registry, which keeps what has reserved most. They
 /// say that they have reserved more than any request, so that they are kept.
-pub(super) struct StreamTimer(Weak<LoadReports>);
-
-impl StreamTimer {
-    /// Adds the streams of a layer to the registry, once.
-    pub(super) fn register(reports: &Arc<LoadReports>) {
-        if !reports.streams.is_served.swap(true, Ordering::Relaxed) {
-            reports.admission.state().register(Arc::new(Self(Arc::downgrade(reports))));
-        }
-    }
-}
+struct StreamTimer(Weak<LoadReports>);
 
 impl LargeRequest for StreamTimer {
     fn reserved(&self) -> Option<ByteSize> {
