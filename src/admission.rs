@@ -5,8 +5,8 @@
 //! The loops that measure and decide are in that package; a `Memory` runs them.
 
 pub use lowtide_admission::{
-    Admission, AdmissionStats, BoundScope, Budget, CeilingParts, ClassStats, Cost, Cpus,
-    EventCounts, Freshness, Ledger, Level, LevelWatch, Limit, LimitAdvice, LimitBound,
+    Admission, AdmissionMode, AdmissionStats, BoundScope, Budget, CeilingParts, ClassStats, Cost,
+    Cpus, EventCounts, Freshness, Ledger, Level, LevelWatch, Limit, LimitAdvice, LimitBound,
     LimitForecast, LimitHour, LimitSource, LoadFailure, LoadScope, Managed, ManagedBuilder,
     Mappings, MemoryEvents, MemoryUsage, Permit, Priority, Psi, Reclaimable, Reclaimer,
     ReclaimerStats, RejectReason, Rejected, RequestMemory, RequestPhase, ResourceError,

@@ -139,7 +139,7 @@ mod tests {
     use crate::decay::DecayTime;
     use crate::device::Contents;
     use crate::metrics::MetricsTier;
-    use lowtide_admission::ExhaustionPolicy;
+    use lowtide_admission::{AdmissionMode, ExhaustionPolicy};
 
     fn given(pairs: &[(&str, &str)]) -> Result<Settings, ConfigError> {
         settings(pairs.iter().map(|(name, value)| (name.into(), value.into())))
@@ -166,6 +166,7 @@ mod tests {
             ("LOWTIDE_PURGE_INTERVAL", "never"),
             ("LOWTIDE_IDLE_UNLOAD", "90s"),
             ("LOWTIDE_MAX_WAIT", "0"),
+            ("LOWTIDE_ADMISSION", "observe"),
             ("LOWTIDE_METRICS_INTERVAL", "2s"),
             ("LOWTIDE_METRICS", "detail"),
             ("LOWTIDE_PROCESS_METRICS", "off"),
@@ -194,6 +195,7 @@ mod tests {
             purge_interval: Some(None),
             idle_unload: Some(Duration::from_secs(90)),
             max_wait: Some(Duration::ZERO),
+            admission_mode: Some(AdmissionMode::Observe),
             metrics_interval: Some(Duration::from_secs(2)),
             metrics: Some(MetricsTier::Detail),
             process_metrics: Some(false),
@@ -205,7 +207,7 @@ mod tests {
             heap_profile_dir: Some(Some("/profiles".into())),
         };
         assert_eq!(found, Ok(expected));
-        assert_eq!(VARIABLES.len(), 25, "a variable was added that this test does not name");
+        assert_eq!(VARIABLES.len(), 26, "a variable was added that this test does not name");
     }
 
     /// The bug: `LOWTIDE_MEMORY_LIMIT=` stopped the start, which is what a template with a missing
@@ -273,6 +275,7 @@ mod tests {
         let long = "1".repeat(65);
         for (name, value, expected) in [
             ("LOWTIDE_METRICS", "all", "basic or detail"),
+            ("LOWTIDE_ADMISSION", "off", "expected enforce or observe"),
             ("LOWTIDE_PROCESS_METRICS", "true", "on or off"),
             ("LOWTIDE_SERVICE_VERSION", "1\n2", "without control characters"),
             ("LOWTIDE_SERVICE_VERSION", &long, "1 to 64 bytes"),

@@ -26,7 +26,7 @@ mod value;
 pub use device::{DeviceBackend, DeviceChoice};
 pub(crate) use error::debug_is_message;
 pub use error::{ConfigError, Fault};
-pub use lowtide_admission::ExhaustionPolicy;
+pub use lowtide_admission::{AdmissionMode, ExhaustionPolicy};
 pub use profile::{OrtSetting, Profile};
 pub(crate) use settings::Settings;
 pub use settings::{Config, Resolved, Source};

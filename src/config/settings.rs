@@ -19,8 +19,7 @@ use crate::decay::DecayTime;
 #[cfg(feature = "device")]
 use crate::device::{Contents, SleepConfig, SleepOptions};
 use crate::metrics::MetricsTier;
-use lowtide_admission::K_START;
-use lowtide_admission::{ExhaustionPolicy, PurgeGrowth};
+use lowtide_admission::{AdmissionMode, ExhaustionPolicy, K_START, PurgeGrowth};
 
 #[cfg(feature = "device")]
 use super::device::{DeviceBackend, DeviceChoice, in_share, list, only_cuda, share};
@@ -218,6 +217,15 @@ settings! {
         "LOWTIDE_CORRECTION_FACTOR": "memory that a request is assumed to need per estimated byte \
         until that is measured: 1 if estimates are exact, at most 5",
         factor, in_factor;
+    /// Sets whether requests wait, are rejected and cancelled, or only what would happen to them is
+    /// counted. Default: [`AdmissionMode::Enforce`]. [`Admission::set_mode`] and the admin command
+    /// `admission` change it at run time.
+    ///
+    /// [`Admission::set_mode`]: crate::admission::Admission::set_mode
+    admission_mode as admission_mode: AdmissionMode = fixed(AdmissionMode::Enforce),
+        "LOWTIDE_ADMISSION": "enforce, or observe: admit every request, and count those that would \
+        have waited or been rejected",
+        str::parse, any;
     [cfg(feature = "device")]
     devices: Vec<DeviceChoice> = fixed(vec![DeviceChoice::Auto]),
         "LOWTIDE_DEVICE": "auto, cuda, cuda:1 (a number), cuda:GPU-... or cuda:MIG-... (a UUID), \

@@ -11,8 +11,7 @@ use super::profile::Profile;
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
 use crate::metrics::MetricsTier;
-use lowtide_admission::ExhaustionPolicy;
-use lowtide_admission::{K_MAX, K_MIN};
+use lowtide_admission::{AdmissionMode, ExhaustionPolicy, K_MAX, K_MIN};
 
 /// `Err` with the accepted values if a value is out of bounds.
 pub(super) type Bounds = Result<(), &'static str>;
@@ -191,6 +190,7 @@ pub(super) use spelled;
 spelled! {
     Profile: |profile| profile.to_string();
     MetricsTier: |tier| tier.to_string();
+    AdmissionMode: |mode| mode.to_string();
     f64: |number| number.to_string();
     u32: |number| number.to_string();
     bool: |is_on| (if *is_on { "on" } else { "off" }).to_owned();

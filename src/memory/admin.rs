@@ -1,7 +1,7 @@
 //! Admin tasks: commands of an operator, and the list of those that the worker executes.
 //!
-//! The commands are purge, unload and fit (`fit`), and for device arenas trim, sleep and wake. They
-//! are queued without waiting for them, and executed on the worker; the outcome is kept in a short
+//! The commands are purge, unload, fit (`fit`) and admission, and for device arenas trim, sleep and
+//! wake. They are queued without waiting for them, and executed on the worker; the outcome is kept in a short
 //! list. Authorization is the caller's responsibility.
 //!
 //! Invariant: at most [`WAITING_MAX`] tasks wait, and at most `KEPT_MAX` are kept; a task that was
@@ -13,6 +13,8 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::sync::{Mutex, lock};
+
+use lowtide_admission::AdmissionMode;
 
 use super::error::MemoryError;
 
@@ -72,15 +74,20 @@ pub enum AdminCommand {
         /// when the limit falls.
         counts_page_cache: bool,
     },
+    /// Set whether requests wait and are rejected, or whether that is only counted.
+    Admission {
+        /// The mode from now on.
+        mode: AdmissionMode,
+    },
 }
 
 impl AdminCommand {
-    /// The names of all commands of this build: without the feature `device`, `purge`, `unload` and
-    /// `fit`. Commands on an arena find none then.
+    /// The names of all commands of this build: without the feature `device`, `purge`, `unload`,
+    /// `fit` and `admission`. Commands on an arena find none then.
     pub const NAMES: &[&str] = if cfg!(feature = "device") {
-        &["purge", "trim", "sleep", "wake", "unload", "fit"]
+        &["purge", "trim", "sleep", "wake", "unload", "fit", "admission"]
     } else {
-        &["purge", "unload", "fit"]
+        &["purge", "unload", "fit", "admission"]
     };
 
     /// The usual time for a fit: 30 s, an estimate of the longest time of most requests.
@@ -96,11 +103,12 @@ impl AdminCommand {
             Self::Wake { .. } => "wake",
             Self::Unload { .. } => "unload",
             Self::Fit { .. } => "fit",
+            Self::Admission { .. } => "admission",
         }
     }
 
-    /// Returns the arena, the resource or the limit of the command; empty for a purge, which
-    /// affects everything.
+    /// Returns the arena, the resource, the limit or the mode of the command; empty for a purge,
+    /// which affects everything.
     #[must_use]
     pub fn subject(&self) -> Cow<'_, str> {
         match self {
@@ -111,6 +119,7 @@ impl AdminCommand {
             Self::Unload { resource } => Cow::Borrowed(resource),
             Self::Fit { limit: Some(limit), .. } => Cow::Owned(limit.to_string()),
             Self::Fit { limit: None, .. } => Cow::Borrowed("none"),
+            Self::Admission { mode } => Cow::Borrowed(mode.name()),
         }
     }
 

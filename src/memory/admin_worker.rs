@@ -12,7 +12,7 @@ use crate::bytes::ByteSize;
 use crate::device::{DeviceArena, DeviceError, SleepOptions};
 use crate::sync::caught;
 use lowtide_admission::fit::Fit;
-use lowtide_admission::{Job, ResourceStats, Trigger, UnloadReason};
+use lowtide_admission::{AdmissionMode, Job, ResourceStats, Trigger, UnloadReason};
 
 use super::admin::{AdminCommand, AdminTask, AdminTaskState};
 use super::error::MemoryError;
@@ -58,7 +58,7 @@ impl MemoryAdmin<'_> {
         }
         command.check()?;
         match &command {
-            AdminCommand::Purge | AdminCommand::Fit { .. } => {}
+            AdminCommand::Purge | AdminCommand::Fit { .. } | AdminCommand::Admission { .. } => {}
             AdminCommand::Unload { resource } => drop(shared.resource_named(resource)?),
             #[cfg(feature = "device")]
             on_arena => drop(shared.check_arena(&on_arena.subject())?),
@@ -88,6 +88,13 @@ fn no_arena(command: &AdminCommand) -> MemoryError {
 }
 
 impl Shared {
+    /// Sets the mode of admission, also for the budgets of further devices.
+    pub(super) fn set_admission_mode(&self, mode: AdmissionMode) {
+        self.admission.set_mode(mode);
+        #[cfg(feature = "device")]
+        self.devices.budgets().for_each(|budget| budget.set_mode(mode));
+    }
+
     fn resource_named(&self, name: &str) -> Result<ResourceStats, MemoryError> {
         let all = self.resources.stats();
         all.iter().find(|stats| &*stats.name == name).cloned().ok_or_else(|| {
@@ -144,6 +151,10 @@ impl Shared {
         match command {
             AdminCommand::Purge => Ok(Some(format!("{} released", purge()))),
             AdminCommand::Unload { resource } => self.unload_named(resource).map(Some),
+            &AdminCommand::Admission { mode } => {
+                self.set_admission_mode(mode);
+                Ok(Some(format!("mode {mode}")))
+            }
             &AdminCommand::Fit { limit, within, counts_page_cache } => {
                 let now = self.clock.now();
                 let fit = limit.map(|limit| Fit::new(limit, within, counts_page_cache, now));

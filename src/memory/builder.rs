@@ -11,7 +11,9 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, SystemClock};
-use crate::config::{Config, ExhaustionPolicy, Profile, Settings, Source, env, setters};
+use crate::config::{
+    AdmissionMode, Config, ExhaustionPolicy, Profile, Settings, Source, env, setters,
+};
 #[cfg(feature = "device")]
 use crate::config::{DeviceBackend, DeviceChoice};
 use crate::decay::DecayTime;
@@ -370,6 +372,7 @@ impl Builder {
             ending: super::running::ExitSignal::default(),
         });
         let _ = joined.set(Arc::clone(&shared));
+        shared.set_admission_mode(shared.config.admission_mode.value);
         evict_when_short(&shared, self.is_detached);
         diagnostics.into_iter().for_each(|diagnostic| shared.add_diagnostic(diagnostic));
         let actions = MaintenanceExecutor::new(&shared, self.hook, self.recall_hook);

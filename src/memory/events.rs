@@ -144,8 +144,11 @@ impl Default for Watch {
 struct Episode {
     began: Moment,
     last: Moment,
-    counts: [u64; RejectReason::ALL.len()],
+    counts: ByReason,
 }
+
+/// Requests, in the order of [`RejectReason::ALL`].
+type ByReason = [u64; RejectReason::ALL.len()];
 
 /// The figures of a publication.
 #[derive(Clone, Debug)]
@@ -161,6 +164,7 @@ fn text_of_sum(kind: &str, sum: u64) -> Option<String> {
         "purge" | "reclaim" => format!("{} released", ByteSize::new(sum)),
         "reject" if sum == 1 => "1 request rejected".to_owned(),
         "reject" => format!("{sum} requests rejected"),
+        "observe" => format!("{sum} would have waited or been rejected"),
         "kill" => format!("processes killed by the kernel (OOM): {sum}"),
         _ => return None,
     })
@@ -195,6 +199,11 @@ impl Watch {
             let (limit, physical) = (snapshot.limit(), snapshot.physical);
             log!(warn, target: "lowtide", killed, %limit, %physical, "processes OOM-killed");
         }
+        let observed = &snapshot.admission.observed;
+        if *observed != was.admission.observed && self.lines.take(snapshot.now).is_ok() {
+            let reasons = by_reason(observed);
+            log!(info, target: "lowtide", reasons, "requests admitted in observe mode");
+        }
         self.log_rejections(now.new_rejections(&before), snapshot);
     }
 
@@ -222,7 +231,7 @@ impl Watch {
     }
 
     /// Logs the first rejections of an episode, and the total when it has ended.
-    fn log_rejections(&mut self, new: [u64; RejectReason::ALL.len()], snapshot: &MemorySnapshot) {
+    fn log_rejections(&mut self, new: ByReason, snapshot: &MemorySnapshot) {
         let now = snapshot.now;
         let any = new.iter().any(|count| *count > 0);
         if any && self.episode.is_none() {
@@ -266,7 +275,7 @@ pub(super) const fn is_shortage(reason: RejectReason) -> bool {
 }
 
 /// Formats the counts that are not zero, such as `3 full, 1 pressure`.
-fn by_reason(counts: &[u64; RejectReason::ALL.len()]) -> String {
+pub(super) fn by_reason(counts: &ByReason) -> String {
     let counts = counts.iter().zip(RejectReason::ALL).filter(|(count, _)| **count > 0);
     let list: Vec<_> = counts.map(|(count, why)| format!("{count} {}", why.name())).collect();
     list.join(", ")
@@ -298,15 +307,18 @@ impl Publication {
         entered.filter(|((now, was), _)| now > was).map(|(_, level)| level).next_back()
     }
 
-    /// Returns the rejections since then by reason.
-    fn rejections_since(&self, before: &Self) -> [u64; RejectReason::ALL.len()] {
-        let total = |of: &Self, why| of.snapshot.admission.rejected_total(why);
-        RejectReason::ALL.map(|why| total(self, why).saturating_sub(total(before, why)))
+    /// Returns the requests since then by reason: those of one of the counts.
+    fn requests_since(&self, before: &Self, of: fn(&AdmissionStats) -> ByReason) -> ByReason {
+        let mut new = of(&self.snapshot.admission);
+        for (count, was) in new.iter_mut().zip(of(&before.snapshot.admission)) {
+            *count = count.saturating_sub(was);
+        }
+        new
     }
 
     /// Returns those for lack of memory: not those during shutdown, and not of slow clients.
-    fn new_rejections(&self, before: &Self) -> [u64; RejectReason::ALL.len()] {
-        let mut new = self.rejections_since(before);
+    fn new_rejections(&self, before: &Self) -> ByReason {
+        let mut new = self.requests_since(before, |stats| stats.rejected);
         for (count, why) in new.iter_mut().zip(RejectReason::ALL) {
             *count *= u64::from(is_shortage(why));
         }
@@ -363,9 +375,13 @@ impl Publication {
                 counted("reclaim", &reclaimer.name, amount);
             }
         }
-        let rejected = self.rejections_since(before).into_iter().zip(RejectReason::ALL);
-        for (count, why) in rejected.filter(|(count, _)| *count > 0) {
-            counted("reject", why.name(), count);
+        let rejected = self.requests_since(before, |stats| stats.rejected);
+        let observed = self.requests_since(before, |stats| stats.observed);
+        for (kind, new) in [("reject", rejected), ("observe", observed)] {
+            let new = new.into_iter().zip(RejectReason::ALL);
+            for (count, why) in new.filter(|(count, _)| *count > 0) {
+                counted(kind, why.name(), count);
+            }
         }
         // A count that could not be read is no kill when it is read again.
         let kills = now.oom_kills.zip(was.oom_kills);
@@ -479,6 +495,7 @@ mod tests {
         (snapshot.host.level, snapshot.oom_kills) = (Level::High, Some(3));
         snapshot.signal.limit.bytes = ByteSize::mib(512);
         (snapshot.admission.rejected[0], snapshot.admission.rejected[1]) = (1, 10);
+        snapshot.admission.observed[5] = 2;
         snapshot.resources[0].loads_failed_total = 1;
         let mut reclaimer = ReclaimerStats::default();
         (reclaimer.name, reclaimer.calls_total) = ("c".into(), 2);
@@ -500,6 +517,7 @@ mod tests {
             "reclaim c: 3.0 MiB released",
             "reject too_large: 1 request rejected",
             "reject full: 3 requests rejected",
+            "observe slow_start: 2 would have waited or been rejected",
             "kill cgroup: processes killed by the kernel (OOM): 2",
         ];
         assert_eq!(told(&now, &before), expected);

@@ -16,7 +16,7 @@ use lowtide_admission::{Budget, Level, LimitSource, RejectReason, RequestPhase};
 
 use super::breakdown::{Breakdown, MemoryPart, PartKind, list};
 use super::error::Diagnostic;
-use super::events::{Event, is_shortage};
+use super::events::{Event, by_reason, is_shortage};
 use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
 use super::trend::LeakReport;
@@ -65,6 +65,7 @@ impl Verdict {
         let trend = shared.here(|shared| Some(shared.quiet_times.report(None)));
         let rules = [
             exhausted(snapshot, breakdown),
+            observing(snapshot),
             rejections(shared, snapshot, breakdown, events),
             level(snapshot, breakdown),
             misfit(snapshot, shared.admission.state().loadable(Budget::Host)),
@@ -123,6 +124,15 @@ fn exhausted(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Diagnos
          {held}."
     );
     problem("exhausted", text)
+}
+
+fn observing(snapshot: &MemorySnapshot) -> Option<Diagnostic> {
+    let counts = by_reason(&snapshot.admission.observed);
+    let counts = if counts.is_empty() { "none" } else { &counts };
+    let text = format!(
+        "Observe mode: every request is admitted; would have waited or been rejected: {counts}."
+    );
+    snapshot.admission.observe_mode.then(|| Diagnostic::info("admission", text))
 }
 
 fn rejections(

@@ -318,6 +318,11 @@ macro_rules! rows {
         "Requests rejected, by reason (too_large, full, pressure, shutting_down, exhausted, \
          slow_start, device_lost, outgrown, slow_client, held_too_long). The last three had been \
          admitted, and were ended while they ran.";
+    Basic Gauge "lowtide_admission_observe_mode" = admission.observe_mode,
+        "1 in observe mode, else 0.";
+    Basic Counter "lowtide_admission_observed_total" ["reason"]
+        = RejectReason::ALL.map(|reason| (reason.name(), admission.observed[reason as usize])),
+        "Requests and loads that only observe mode admitted, by reason.";
     Basic Gauge "lowtide_admission_waiting" = admission.waiting,
         "Requests that wait for room now, suspended ones included.";
     Detail Counter "lowtide_admission_waited_total" = admission.waited_total,
@@ -352,6 +357,9 @@ macro_rules! rows {
     Detail Counter "lowtide_admission_route_claim_bytes_total" = route.claim_bytes_total,
         "Sum of the bytes that each ended request of the route had reserved. Divided by \
          lowtide_admission_route_peak_bytes_total, it is the margin of reservations.";
+
+    Detail Counter "lowtide_admission_route_observed_total" = route.observed.iter().sum::<u64>(),
+        "Ended requests of the route that only observe mode admitted.";
 
     @ ["tenant"] tenant: MemoryUsage;
     Detail Gauge "lowtide_admission_tenant_live_bytes" = tenant.live,

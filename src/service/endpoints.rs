@@ -2,7 +2,7 @@
 //!
 //! The application routes these paths, outside the memory layer. `/healthz` never fails because of
 //! pressure; it fails if the policy for exhaustion asks for a restart. `/readyz` fails while the
-//! pressure level is critical, while memory outside requests leaves no room for requests (except
+//! pressure level is critical (except in observe mode), while memory outside requests leaves no room for requests (except
 //! if single ones are served), and during shutdown. It lists sleeping arenas, which do not affect
 //! readiness: they wake when used. `/memory` is JSON, or the live page for clients that prefer
 //! HTML; the commands below it are those of `admin`.
@@ -77,6 +77,7 @@ impl Endpoints {
         "/memory/wake",
         "/memory/unload",
         "/memory/fit",
+        "/memory/admission",
         "/memory/profile",
     ];
 
@@ -280,7 +281,7 @@ impl Endpoints {
         let snapshot = memory.snapshot();
         let serves = match snapshot.exhausted {
             true => memory.serves_one(),
-            false => level < Level::Critical,
+            false => level < Level::Critical || snapshot.admission.observe_mode,
         };
         let ready = serves && !ending;
         let resources = snapshot.resources.iter().map(|resource| {

@@ -16,7 +16,7 @@ use crate::memory::{
     LeakSuspect, Memory,
 };
 use lowtide_admission::{
-    LimitAdvice, LimitForecast, LimitHour, Mappings, MemoryUsage, RequestMemory,
+    LimitAdvice, LimitForecast, LimitHour, Mappings, MemoryUsage, RejectReason, RequestMemory,
 };
 use lowtide_heap::HeapSizeClass;
 
@@ -221,6 +221,9 @@ fn usage(memory: &MemoryUsage) -> Value {
     named["requests"] = memory.requests_total.into();
     named["mean_peak_bytes"] = memory.mean_peak().map(ByteSize::get).into();
     named["mean_claim_bytes"] = memory.mean_claim().map(ByteSize::get).into();
+    let observed = RejectReason::ALL.into_iter().zip(memory.observed);
+    let observed = observed.filter(|(_, count)| *count > 0);
+    named["observed"] = observed.map(|(why, count)| (why.name(), json!(count))).collect();
     named
 }
 

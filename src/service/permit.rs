@@ -46,7 +46,7 @@ use crate::sync::{Mutex, MutexGuard, lock};
 use lowtide_admission::layer::{LARGE_MIN, LargeRequest, REGISTERED_MIN, SLOW_AFTER, Waiting};
 use lowtide_admission::learning::{Compared, SlowStartPermit};
 use lowtide_admission::{
-    Admission, Budget, Permit, Priority, Rejected, RequestMemory, RequestPhase,
+    Admission, Budget, Permit, Priority, RejectReason, Rejected, RequestMemory, RequestPhase,
 };
 use lowtide_heap::{Account, AccountMemory, unmeasured};
 
@@ -216,8 +216,8 @@ impl RequestPermit {
         if terms.reports {
             permit.report(ByteSize::ZERO);
         }
-        if terms.slot.is_some() {
-            permit.mark_unlearned();
+        if let Some(slot) = &terms.slot {
+            permit.mark_unlearned(slot);
         }
         let claim = terms.claimed.unwrap_or_else(|| permit.cost().host);
         let is_suspended = terms.claimed.is_some();
@@ -509,9 +509,9 @@ impl RequestPermit {
             held.permit.resume(waiting, held.claimed(), priority)?;
             held.claimed = None;
             held.terms.enters = None;
-            if slot.is_some() {
-                held.permit.mark_unlearned();
-                held.terms.slot = slot;
+            if let Some(slot) = slot {
+                held.permit.mark_unlearned(&slot);
+                held.terms.slot = Some(slot);
                 admitted.is_trial.store(true, Ordering::Relaxed);
             }
             admitted.resumed(held.permit.state().last_tick());
@@ -550,9 +550,12 @@ impl RequestPermit {
         });
     }
 
-    /// Cancels the request, since it holds more than `most`.
+    /// Cancels the request, since it holds more than `most`. Observe mode only counts it.
     #[cold]
     fn cancel(&self, most: ByteSize) {
+        if self.held().permit.observe(RejectReason::Outgrown) {
+            return;
+        }
         let (live, claim) = (self.0.memory().live, self.0.owner().claim());
         self.end(|held| held.permit.state().outgrown(live, claim, most));
     }
@@ -1089,7 +1092,7 @@ pub(super) fn enter_slow_start(
     waiting: Option<&Waiting>,
 ) -> Result<Option<Box<SlowStartPermit>>, Rejected> {
     let room = admission.ledger(Budget::Host).learned_room();
-    need.enter(room.all, clock).map_err(|running| {
+    need.enter(room.all, clock, admission.state().observes()).map_err(|running| {
         waiting.into_iter().for_each(Waiting::lacks_other);
         admission.state().slow_start(running)
     })

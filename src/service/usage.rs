@@ -83,9 +83,10 @@ pub(super) fn add(
     succeeded: bool,
     (peak, claim): (ByteSize, ByteSize),
 ) {
-    with_route(permit, origin, need, succeeded, |route| route.add(peak, claim));
+    let observed = permit.observed();
+    with_route(permit, origin, need, succeeded, |route| route.add(peak, claim, observed));
     if let Some(tenant) = &origin.tenant {
-        of_tenant(permit, tenant).add(peak, claim);
+        of_tenant(permit, tenant).add(peak, claim, observed);
     }
 }
 

@@ -66,6 +66,7 @@ mod service_linger;
 mod service_load_report_streams;
 mod service_load_reports;
 mod service_measured;
+mod service_observe;
 mod service_page;
 mod service_profile;
 mod service_slow;

@@ -145,8 +145,9 @@ fn live(memory: &Memory) {
     assert!(admit(ByteSize::mib(70)).is_err(), "more than is left");
     let exempt = memory.admission().try_admit_with(Cost::host(ByteSize::mib(1)), Priority::Exempt);
     let exempt = exempt.expect("always");
-    exempt.state().usage_of_route("GET", "/users/{id}", true, true).add(COST, COST);
-    exempt.state().usage_of_tenant("acme").add(COST, COST);
+    let state = exempt.state();
+    state.routes.of_route("GET", "/users/{id}", true, true).add(COST, COST, None);
+    state.tenants.of_tenant("acme").add(COST, COST, None);
     drop(exempt);
     memory.heap().purge().expect("not forked");
     drop(buffer);

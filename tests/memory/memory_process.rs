@@ -269,6 +269,7 @@ fn each_variable_reaches_what_it_sets() {
         ("LOWTIDE_PURGE_INTERVAL", "never"),
         ("LOWTIDE_IDLE_UNLOAD", "90s"),
         ("LOWTIDE_MAX_WAIT", "3s"),
+        ("LOWTIDE_ADMISSION", "observe"),
         ("LOWTIDE_METRICS_INTERVAL", "250ms"),
         ("LOWTIDE_METRICS", "detail"),
         ("LOWTIDE_PROCESS_METRICS", "off"),
@@ -301,6 +302,7 @@ fn each_variable_reaches_what_it_sets() {
         "PURGE_INTERVAL=never (environment)",
         "IDLE_UNLOAD=1m 30s (environment)",
         "MAX_WAIT=3s (environment)",
+        "ADMISSION=observe (environment)",
         "METRICS_INTERVAL=250ms (environment)",
         "METRICS=detail (environment)",
         "PROCESS_METRICS=off (environment)",
@@ -314,7 +316,7 @@ fn each_variable_reaches_what_it_sets() {
     let (bare, _) = with_variables(&[("LOWTIDE_BACKGROUND_THREADS", "0")]);
     assert!(bare.contains("BACKGROUND_THREADS=0 (environment)"), "{bare}");
     assert!(bare.ends_with(" threads, on: false"), "{bare}");
-    assert_eq!(env::VARIABLES.len(), 25, "a variable was added that this test does not name");
+    assert_eq!(env::VARIABLES.len(), 26, "a variable was added that this test does not name");
 }
 
 #[test]

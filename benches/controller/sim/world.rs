@@ -598,9 +598,9 @@ impl World {
         }
         let need = self.need_of(estimate);
         let ledger = self.admission.ledger(Budget::Host);
-        let room = ledger.learned_room();
+        let (room, clock) = (ledger.learned_room(), Arc::clone(&self.clock) as _);
         let slot = match estimate <= ledger.ceiling() {
-            true => need.enter(room.all, &(Arc::clone(&self.clock) as _)).map_err(|running| {
+            true => need.enter(room.all, &clock, false).map_err(|running| {
                 let state = self.admission.state();
                 state.reject(state.slow_start(running))
             })?,
@@ -609,8 +609,8 @@ impl World {
         let claim = need.claim(room);
         let mut permit = self.admission.try_admit(Cost::host(claim))?;
         permit.report(ByteSize::ZERO);
-        if slot.is_some() {
-            permit.mark_unlearned();
+        if let Some(slot) = &slot {
+            permit.mark_unlearned(slot);
         }
         Ok((permit, Some(Terms { need, claim, slot })))
     }

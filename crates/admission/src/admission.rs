@@ -15,7 +15,7 @@ use std::task::Waker;
 use lowtide_core::bytes::ByteSize;
 
 use super::correction::{K_MIN, K_START};
-use super::cost::{Budget, Cost, Priority, Rejected};
+use super::cost::{AdmissionMode, Budget, Cost, Priority, Rejected};
 use super::eviction::RetryHint;
 use super::ledger::Ledger;
 use super::permit::Permit;
@@ -159,6 +159,23 @@ impl Admission {
         self.state.closed.load(Ordering::Acquire)
     }
 
+    /// Returns the mode; [`AdmissionMode::Enforce`] unless another was set.
+    #[must_use]
+    pub fn mode(&self) -> AdmissionMode {
+        if self.state.observes() { AdmissionMode::Observe } else { AdmissionMode::Enforce }
+    }
+
+    /// Sets the mode, at any time. Requests that wait are admitted when it becomes
+    /// [`AdmissionMode::Observe`].
+    pub fn set_mode(&self, mode: AdmissionMode) {
+        let observes = mode == AdmissionMode::Observe;
+        let ledgers = Budget::ALL.into_iter().map(|budget| self.ledger(budget));
+        ledgers.for_each(|ledger| ledger.observes.store(observes, Ordering::Relaxed));
+        if observes {
+            self.state.queue.close();
+        }
+    }
+
     /// Returns the level that currently rejects requests by priority.
     #[must_use]
     pub fn level(&self) -> Level {
@@ -168,7 +185,7 @@ impl Admission {
     /// Sets the level that rejects requests by priority. Called by the control loop.
     pub fn set_level(&self, level: Level) {
         if self.state.level.swap(level.as_u8(), Ordering::Relaxed) != level.as_u8() {
-            let wakers = std::mem::take(&mut *self.state.level_watches.wakers());
+            let wakers = std::mem::take(&mut *self.state.level_watches());
             wakers.into_values().for_each(Waker::wake);
         }
     }
@@ -191,6 +208,8 @@ impl Admission {
             waited_time_total,
             suspended_total: self.state.suspensions.load(Ordering::Relaxed),
             oldest_permit: self.state.large.oldest_age(),
+            observe_mode: self.state.observes(),
+            observed: self.state.observed.each_ref().map(|count| count.load(Ordering::Relaxed)),
             ..self.state.counts()
         }
     }

@@ -4,6 +4,7 @@
 //!
 //! Invariant: only a request that may fit later has a retry time.
 
+use std::str::FromStr;
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
@@ -259,6 +260,33 @@ impl Rejected {
             Self::Outgrown { retry_after, .. } => *retry_after,
             _ => None,
         }
+    }
+}
+
+lowtide_core::named_enum! {
+    /// Whether the decisions of admission are carried out.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+    pub enum AdmissionMode {
+        /// Requests that do not fit wait or are rejected, and running ones may be suspended or
+        /// cancelled.
+        #[default]
+        Enforce = "enforce",
+        /// Every request is admitted at once, grows and runs to its end, and every resource is
+        /// loaded. What would have happened is counted ([`AdmissionStats::observed`]). Requests are
+        /// still measured, and memory that nothing needs is still released. Nothing is admitted
+        /// during shutdown, and time limits hold.
+        ///
+        /// [`AdmissionStats::observed`]: super::AdmissionStats::observed
+        Observe = "observe",
+    }
+}
+
+/// Parses the name. The error describes the accepted ones.
+impl FromStr for AdmissionMode {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Self::ALL.into_iter().find(|mode| mode.name() == text).ok_or("enforce or observe")
     }
 }
 

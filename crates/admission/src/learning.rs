@@ -380,8 +380,8 @@ impl Compared {
         seen.map_or(ByteSize::ZERO, |seen| seen.claim(self.compared, ByteSize::ZERO))
     }
 
-    /// Admits the request if the need of its route is known or few requests run. Reads the time
-    /// only if needed.
+    /// Admits the request if the need of its route is known or few requests run. In observe mode
+    /// every request is admitted. Reads the time only if needed.
     ///
     /// # Errors
     /// The number of requests of the route that run, otherwise.
@@ -390,27 +390,34 @@ impl Compared {
         &self,
         room: ByteSize,
         clock: &Arc<dyn Clock>,
+        observes: bool,
     ) -> Result<Option<Box<SlowStartPermit>>, u32> {
         let first = SlowStart::first(self.estimate, room);
-        first.map_or(Ok(None), |first| self.enter_limited(first, clock))
+        first.map_or(Ok(None), |first| self.enter_limited(first, clock, observes))
     }
 
     fn enter_limited(
         &self,
         first: u32,
         clock: &Arc<dyn Clock>,
+        observes: bool,
     ) -> Result<Option<Box<SlowStartPermit>>, u32> {
         let mut slow_start = lock(&self.need.slow_start);
         if slow_start.is_over() {
             return Ok(None);
         }
         let entered = clock.now();
-        slow_start.enter(first, entered)?;
+        let is_over_limit = match slow_start.enter(first, entered) {
+            Err(running) if !observes => return Err(running),
+            entered => entered.is_err(),
+        };
+        slow_start.running += u32::from(is_over_limit);
         let (slow_start, clock) = (Arc::clone(&self.need.slow_start), Arc::clone(clock));
         Ok(Some(Box::new(SlowStartPermit {
             slow_start,
             clock,
             entered,
+            is_over_limit,
             succeeded: false,
             has_left: false,
         })))
@@ -533,6 +540,8 @@ pub struct SlowStartPermit {
     slow_start: Arc<Mutex<SlowStart>>,
     clock: Arc<dyn Clock>,
     entered: Moment,
+    /// `true` if only observe mode admitted it.
+    pub(crate) is_over_limit: bool,
     /// `true` if its handler succeeded.
     pub succeeded: bool,
     has_left: bool,

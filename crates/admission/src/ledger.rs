@@ -27,7 +27,7 @@ use std::ops::Deref;
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::sync::atomic::{AtomicU64, Ordering};
+use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::correction::{Correction, LedgerTotals, Measured, few};
 use super::learning::Room;
@@ -56,7 +56,7 @@ pub(crate) struct RoomSharing {
 }
 
 /// The reservation of a resource; released with [`Ledger::release_resource`].
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq, Eq)]
 #[must_use = "a reservation that is not released stays"]
 pub(crate) struct ResourceHold {
     bytes: ByteSize,
@@ -132,6 +132,10 @@ pub struct Ledger {
     pub(crate) unlearned: AtomicU64,
     /// The part of the requests' reservations that belongs to suspended ones.
     pub(crate) suspended: AtomicU64,
+    /// `true` in observe mode.
+    pub(crate) observes: AtomicBool,
+    /// The part of the requests' reservations of those that only observe mode admits.
+    pub(crate) observed: AtomicU64,
 }
 
 impl Ledger {
@@ -143,13 +147,14 @@ impl Ledger {
         debug_assert!(self.reserved().is_zero(), "{} are reserved", self.reserved());
         let Self { alone, alone_resources, single, reserved_headroom, drain, pause_ms, .. } = self;
         let Self { units, resource_reservations, settled, .. } = self;
-        let Self { unheld, unlearned, suspended, .. } = self;
+        let Self { unheld, unlearned, suspended, observed, .. } = self;
         let resources = [units, resource_reservations, settled, alone_resources];
-        let requests = [&self.reserved, unheld, unlearned, suspended, alone, single];
+        let requests = [&self.reserved, unheld, unlearned, suspended, observed, alone, single];
         let sharing = [reserved_headroom, drain, pause_ms];
         for figure in resources.into_iter().chain(requests).chain(sharing) {
             figure.store(0, Ordering::Relaxed);
         }
+        self.observes.store(false, Ordering::Relaxed);
         self.allowance.store(ceiling.get(), Ordering::Relaxed);
         self.ceiling.store(ceiling.get(), Ordering::Relaxed);
         for figure in [&self.loadable, &self.alone_debt] {
@@ -677,7 +682,10 @@ impl Ledger {
             settled: ByteSize::new(self.settled.load(Ordering::Relaxed)),
             unheld: self.unheld(),
         };
-        let allowance = correction.update(totals, measured);
+        // In observe mode as if requests that would not run had reserved nothing.
+        let observes = u64::from(self.observes.load(Ordering::Relaxed));
+        let observed = ByteSize::new(self.observed.load(Ordering::Relaxed) * observes);
+        let allowance = correction.update(totals, measured).saturating_add(observed);
         self.correction_factor.store(correction.correction_factor.to_bits(), Ordering::Relaxed);
         self.ceiling.store(measured.ceiling.get(), Ordering::Relaxed);
         let loadable = match measured.ceiling {

@@ -85,8 +85,7 @@ impl LevelWatch {
             return Poll::Pending;
         }
         let waker = cx.waker().clone();
-        let replaced = self.admission.state().level_watches.wakers().insert(self.number, waker);
-        drop(replaced);
+        let _replaced = self.admission.state().level_watches().insert(self.number, waker);
         // A change before this is seen here, and a later one finds the waker.
         self.take_change().map_or(Poll::Pending, Poll::Ready)
     }
@@ -101,8 +100,7 @@ impl Drop for LevelWatch {
     fn drop(&mut self) {
         // In a forked child another thread may have held the lock.
         if self.birth.is_here() {
-            let removed = self.admission.state().level_watches.wakers().remove(&self.number);
-            drop(removed);
+            let _removed = self.admission.state().level_watches().remove(&self.number);
         }
     }
 }

@@ -82,7 +82,7 @@ pub use lowtide_core::{BoxError, ByteSize, clock};
 pub use admission::Admission;
 pub use ceiling::CeilingParts;
 pub use correction::{K_MAX, K_MIN, K_START};
-pub use cost::{Budget, Cost, Priority, RejectReason, Rejected};
+pub use cost::{AdmissionMode, Budget, Cost, Priority, RejectReason, Rejected};
 pub use exhaustion::ExhaustionPolicy;
 pub use large::{RequestMemory, RequestPhase};
 pub use ledger::Ledger;

@@ -19,7 +19,8 @@ use std::time::Duration;
 use lowtide_core::bytes::ByteSize;
 
 use super::admission::Admission;
-use super::cost::{Budget, Cost, Priority, Rejected};
+use super::cost::{Budget, Cost, Priority, RejectReason, Rejected};
+use super::learning::SlowStartPermit;
 use super::ledger::ResourceHold;
 use super::state::AdmissionState;
 use super::waiting::{WaitId, WaitReason, WaitTerms};
@@ -44,6 +45,8 @@ struct RequestReservation {
     /// The host memory that it had reserved when its need was declared unknown.
     unlearned: ByteSize,
     is_suspended: bool,
+    /// Why it would not run, if only observe mode admits it.
+    observed: Option<RejectReason>,
 }
 
 /// The right to hold bytes. Dropping it releases them.
@@ -163,9 +166,40 @@ impl Permit {
             let asked = held.saturating_add(bytes);
             return Err(Rejected::TooLarge { budget: Budget::Host, asked, ceiling: held });
         }
-        let reserved = self.state.grow_with(held, bytes, priority)?;
+        let reserved = self.state.grow_with(held, bytes, priority);
+        let reserved = self.or_observe(reserved, bytes)?;
         self.add(reserved);
         Ok(())
+    }
+
+    /// Reserves the bytes in observe mode, if there is no room for them. Returns the bytes reserved.
+    fn or_observe(
+        &mut self,
+        reserved: Result<ByteSize, Rejected>,
+        bytes: ByteSize,
+    ) -> Result<ByteSize, Rejected> {
+        reserved.or_else(|rejected| {
+            self.observe(self.state.ignored(rejected)?);
+            Ok(self.state.raise(bytes))
+        })
+    }
+
+    /// Returns `true` in observe mode, and records the reason for which the request would wait or
+    /// end now. The request is counted if this is its first reason.
+    pub fn observe(&mut self, reason: RejectReason) -> bool {
+        let observes = self.state.observes();
+        if observes && self.observed().is_none() {
+            self.state.count_observed(reason);
+            self.change(|request| request.observed = Some(reason));
+        }
+        observes
+    }
+
+    /// Returns the reason for which the request would have waited or ended if observe mode had not
+    /// admitted it.
+    #[must_use]
+    pub fn observed(&self) -> Option<RejectReason> {
+        self.request()?.observed
     }
 
     /// Changes a request, and the sums that depend on it. Does nothing on a resource's permit.
@@ -201,10 +235,13 @@ impl Permit {
         self.change(|request| request.measured = Some(held));
     }
 
-    /// Declares that the need of the request is not known: its reservation says little. The ceiling
-    /// leaves as much room again until the permit is dropped. Called once at most.
-    pub fn mark_unlearned(&mut self) {
-        self.change(|request| request.unlearned = request.cost.host);
+    /// Declares that the need of the request is not known, since it has this slot of a slow start:
+    /// its reservation says little. The ceiling leaves as much room again until the permit is
+    /// dropped. Called once at most.
+    pub fn mark_unlearned(&mut self, slot: &SlowStartPermit) {
+        if !slot.is_over_limit || !self.observe(RejectReason::SlowStart) {
+            self.change(|request| request.unlearned = request.cost.host);
+        }
     }
 
     /// Ends what [`Permit::mark_unlearned`] declared: what the request needs is measured.
@@ -261,8 +298,9 @@ impl Permit {
         priority: Priority,
     ) -> Result<(), Rejected> {
         let more = claim.saturating_sub(self.cost().host);
-        let more = self.state.book_again(waiting.map(Waiting::id), more, priority)?;
-        self.add(more);
+        let booked = self.state.book_again(waiting.map(Waiting::id), more, priority);
+        let booked = self.or_observe(booked, more)?;
+        self.add(booked);
         self.set_resumed();
         Ok(())
     }
@@ -317,14 +355,17 @@ impl Permit {
 impl RequestReservation {
     const fn new(cost: Cost, is_exempt: bool) -> Self {
         let unlearned = ByteSize::ZERO;
-        Self { cost, is_exempt, measured: None, unlearned, is_suspended: false }
+        let (measured, is_suspended, observed) = (None, false, None);
+        Self { cost, is_exempt, measured, unlearned, is_suspended, observed }
     }
 
     /// Returns its parts of the sums over all requests ([`AdmissionState::replace_parts`]).
-    fn parts(&self) -> [ByteSize; 3] {
-        let host = self.cost.host;
+    fn parts(&self) -> [ByteSize; 5] {
+        let Cost { host, device } = self.cost;
         let unheld = self.measured.map_or(ByteSize::ZERO, |held| host.saturating_sub(held));
-        [unheld, if self.is_suspended { host } else { ByteSize::ZERO }, self.unlearned]
+        let only = |is_it, bytes| if is_it { bytes } else { ByteSize::ZERO };
+        let (suspended, is_observed) = (only(self.is_suspended, host), self.observed.is_some());
+        [unheld, suspended, self.unlearned, only(is_observed, host), only(is_observed, device)]
     }
 }
 

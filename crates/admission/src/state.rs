@@ -56,8 +56,10 @@ pub struct AdmissionState {
     pub(super) host: Ledger,
     pub(super) device: Ledger,
     pub(super) level: AtomicU8,
-    pub(super) level_watches: LevelWatches,
+    level_watches: Mutex<BTreeMap<u64, Waker>>,
     pub(super) closed: AtomicBool,
+    /// What only observe mode has admitted, by reason, since the start.
+    pub(super) observed: [AtomicU64; RejectReason::ALL.len()],
     /// The bytes that no request owns while that leaves no room for requests, otherwise 0.
     pub(super) unowned: AtomicU64,
     /// `true` once the device is lost: no device bytes are reserved.
@@ -73,7 +75,7 @@ pub struct AdmissionState {
     pub(super) queue: WaitQueue,
     pub(super) unused: PurgeablePages,
     /// Wakes the control loop.
-    bell: RwLock<Option<Arc<Bell>>>,
+    pub(super) bell: RwLock<Option<Arc<Bell>>>,
     /// `true` if the next tick is further away than while requests wait.
     pub(super) is_slow: AtomicBool,
     /// The least host memory that a request asked for which did not fit, since the last tick, or
@@ -91,7 +93,7 @@ pub struct AdmissionState {
     /// `true` once a reclaimer was registered.
     pub(super) has_reclaimers: AtomicBool,
     /// Makes room for requests and loads that do not fit. Read only on a rejection.
-    evictor: RwLock<Option<Arc<Evictor>>>,
+    pub(super) evictor: RwLock<Option<Arc<Evictor>>>,
 }
 
 debug_as!(AdmissionState, |state|
@@ -104,22 +106,22 @@ impl AdmissionState {
         state.host.begin(ceiling, correction_factor);
         state.device.begin(ByteSize::MAX, K_START);
         state.level.store(Level::None.as_u8(), Ordering::Relaxed);
-        state.closed.store(false, Ordering::Release);
-        state.unowned.store(0, Ordering::Relaxed);
-        state.is_device_lost.store(false, Ordering::Relaxed);
-        state.set_evictor(None);
-        state.has_reclaimers.store(false, Ordering::Relaxed);
-        state.unified.store(false, Ordering::Relaxed);
+        let Self { closed, is_device_lost, has_reclaimers, unified, is_slow, .. } = state;
+        for flag in [closed, is_device_lost, has_reclaimers, unified, is_slow] {
+            flag.store(false, Ordering::Release);
+        }
+        let Self { unowned, suspensions, sheds, .. } = state;
+        for count in state.observed.iter().chain([unowned, suspensions, sheds]) {
+            count.store(0, Ordering::Relaxed);
+        }
+        replace(&state.evictor, None);
         state.large.begin();
         state.routes.begin();
         state.tenants.begin();
         state.queue.begin();
         state.unused.begin();
-        state.set_bell(None);
-        state.is_slow.store(false, Ordering::Relaxed);
+        replace(&state.bell, None);
         state.lacked.store(u64::MAX, Ordering::Relaxed);
-        state.suspensions.store(0, Ordering::Relaxed);
-        state.sheds.store(0, Ordering::Relaxed);
         for tally in &state.tallies {
             tally.begin();
         }
@@ -140,7 +142,7 @@ impl AdmissionState {
 
     /// Returns the state when its last handle is dropped.
     pub(super) fn leave(&'static self) {
-        self.set_evictor(None);
+        replace(&self.evictor, None);
         if cfg!(lowtide_loom) {
             // Its atomics belong to one run of a model.
             return;
@@ -166,10 +168,7 @@ impl AdmissionState {
     /// Admits a request, or counts it as rejected.
     #[inline]
     pub(super) fn admit(&'static self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
-        match self.admit_at_once(cost, priority) {
-            Some(permit) => Ok(permit),
-            None => self.admit_or_reject(cost, priority),
-        }
+        self.try_admit_uncounted(cost, priority, None).map_err(|rejected| self.reject(rejected))
     }
 
     /// Like [`Admission::try_admit_with`](super::Admission::try_admit_with), but a rejection is not
@@ -209,12 +208,8 @@ impl AdmissionState {
         level < Level::High.as_u8() && !self.closed.load(Ordering::Acquire) && self.queue.is_empty()
     }
 
-    #[cold]
-    fn admit_or_reject(&'static self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
-        self.try_admit(None, cost, priority, None).map_err(|rejected| self.reject(rejected))
-    }
-
-    /// Admits a request, which may be in the queue. A rejection is not counted.
+    /// Admits a request, which may be in the queue. A rejection is not counted. In observe mode a
+    /// request that would be rejected is admitted, and counted.
     pub(super) fn try_admit(
         &'static self,
         waits: Option<&WaitId>,
@@ -225,33 +220,67 @@ impl AdmissionState {
         let cost = self.by_budget(cost);
         let place = ShardId::here();
         let tally = self.tally(place);
-        let exempt = priority == Priority::Exempt;
-        if exempt {
+        if priority == Priority::Exempt {
             let host = self.host.book_exempt(cost.host);
             let device = self.device.book_exempt(cost.device);
             tally.admit_exempt(place, host, device);
-            return Ok(Permit::of_request(self, Cost { host, device }, exempt));
+            return Ok(Permit::of_request(self, Cost { host, device }, true));
         }
+        let permit = match self.decide(waits, cost, priority, label) {
+            Ok(booked) => Permit::of_request(self, booked, false),
+            Err(rejected) => {
+                let reason = self.ignored(rejected)?;
+                // No more than can ever be reserved: the estimate may be of a client.
+                let book = |of: &Ledger, bytes: ByteSize| of.book_exempt(bytes.min(of.ceiling()));
+                let (host, device) = (book(&self.host, cost.host), book(&self.device, cost.device));
+                let mut permit = Permit::of_request(self, Cost { host, device }, false);
+                permit.observe(reason);
+                permit
+            }
+        };
+        tally.admit(place, permit.cost().host, permit.cost().device);
+        Ok(permit)
+    }
+
+    /// Reserves the cost of a request that is not exempt, or returns why it is rejected.
+    fn decide(
+        &'static self,
+        waits: Option<&WaitId>,
+        cost: Cost,
+        priority: Priority,
+        label: Option<&dyn fmt::Display>,
+    ) -> Result<Cost, Rejected> {
         if self.sheds(priority) {
             if let Some(waits) = waits {
                 self.queue.lacks(waits, WaitReason::Other);
             }
             return Err(self.away());
         }
-        let booked = if waits.is_none() && self.queue.is_empty() {
-            let how =
-                if priority == Priority::High { Ledger::try_book_more } else { Ledger::try_book };
-            match self.book(cost, how) {
-                Ok(booked) => booked,
-                Err((budget, short)) => {
-                    return Err(self.refuse(cost, budget, short, label));
-                }
-            }
-        } else {
-            self.book_in_order(waits, cost, priority, label)?
-        };
-        tally.admit(place, booked.host, booked.device);
-        Ok(Permit::of_request(self, booked, exempt))
+        if waits.is_some() || !self.queue.is_empty() {
+            return self.book_in_order(waits, cost, priority, label);
+        }
+        let how = if priority == Priority::High { Ledger::try_book_more } else { Ledger::try_book };
+        let make_room = || self.make_room(cost, label);
+        self.book(cost, how).map_err(|(budget, short)| self.full(budget, short, make_room))
+    }
+
+    /// Returns `true` in observe mode, in which nothing waits, is rejected or cancelled.
+    #[must_use]
+    pub fn observes(&self) -> bool {
+        self.host.observes.load(Ordering::Relaxed)
+    }
+
+    /// Returns the reason of a rejection that observe mode ignores.
+    pub(super) fn ignored(&self, rejected: Rejected) -> Result<RejectReason, Rejected> {
+        let is_ignored = self.observes() && rejected != Rejected::ShuttingDown;
+        if is_ignored { Ok(rejected.reason()) } else { Err(rejected) }
+    }
+
+    /// Counts what only observe mode admits.
+    pub(super) fn count_observed(&self, reason: RejectReason) {
+        if let Some(count) = self.observed.get(reason as usize) {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     /// Reserves a cost in every budget, or in none.
@@ -296,20 +325,10 @@ impl AdmissionState {
                 let short = self.host.shortfall(cost.host);
                 self.full(Budget::Host, short, || RetryHint::Unknown)
             }
-            PassError::NoRoom(budget, short) => self.refuse(cost, budget, short, label),
+            PassError::NoRoom(budget, short) => {
+                self.full(budget, short, || self.make_room(cost, label))
+            }
         })
-    }
-
-    /// Returns the rejection of a request that does not fit.
-    #[cold]
-    fn refuse(
-        &'static self,
-        cost: Cost,
-        budget: Budget,
-        short: InsufficientBudget,
-        label: Option<&dyn fmt::Display>,
-    ) -> Rejected {
-        self.full(budget, short, || self.make_room(cost, label))
     }
 
     /// Wakes the requests that may fit now, after a release of bytes. Runs code of their executors.
@@ -327,7 +346,7 @@ impl AdmissionState {
         let lacked = ByteSize::new(self.lacked.swap(u64::MAX, Ordering::Relaxed));
         let first = self.queue.lacking(|budget| budget == Budget::Host);
         let lacks = first.map_or(lacked, |(first, _)| first.host);
-        if lacks < ByteSize::MAX {
+        if lacks < ByteSize::MAX && !self.observes() {
             let is_short = || self.host.room() < lacks && self.host.has_room_for_suspended();
             self.large.suspend_while(now, is_short);
         }
@@ -421,22 +440,36 @@ impl AdmissionState {
         make_room: impl FnMut() -> RetryHint,
     ) -> Result<Permit, Rejected> {
         let cost = self.by_budget(cost);
+        let (host, device) = self.book_resource(cost, make_room).or_else(|rejected| {
+            self.count_observed(self.ignored(rejected)?);
+            let (mut host, mut device) = Default::default();
+            self.host.raise(&mut host, cost.host);
+            self.device.raise(&mut device, cost.device);
+            Ok((host, device))
+        })?;
+        self.resource_permits.fetch_add(1, Ordering::Relaxed);
+        Ok(Permit::resource(self, host, device))
+    }
+
+    fn book_resource(
+        &self,
+        cost: Cost,
+        make_room: impl FnMut() -> RetryHint,
+    ) -> Result<(ResourceHold, ResourceHold), Rejected> {
         if self.sheds(Priority::Normal) {
             return Err(self.away());
         }
-        let host = match reserve_resource(&self.host, cost.host) {
-            Ok(host) => host,
-            Err(short) => return Err(self.full(Budget::Host, short, make_room)),
+        let (budget, short) = match reserve_resource(&self.host, cost.host) {
+            Ok(host) => match reserve_resource(&self.device, cost.device) {
+                Ok(device) => return Ok((host, device)),
+                Err(short) => {
+                    self.host.release_resource(host);
+                    (Budget::Device, short)
+                }
+            },
+            Err(short) => (Budget::Host, short),
         };
-        let device = match reserve_resource(&self.device, cost.device) {
-            Ok(device) => device,
-            Err(short) => {
-                self.host.release_resource(host);
-                return Err(self.full(Budget::Device, short, make_room));
-            }
-        };
-        self.resource_permits.fetch_add(1, Ordering::Relaxed);
-        Ok(Permit::resource(self, host, device))
+        Err(self.full(budget, short, make_room))
     }
 
     /// Releases the reservation of a resource.
@@ -445,16 +478,6 @@ impl AdmissionState {
         self.device.release_resource(device);
         self.resource_permits.fetch_sub(1, Ordering::Release);
         self.wake_waiting();
-    }
-
-    /// Sets what makes room for requests and loads that do not fit.
-    pub(super) fn set_evictor(&self, evictor: Option<Arc<Evictor>>) {
-        replace(&self.evictor, evictor);
-    }
-
-    /// Sets the bell of the control loop, if one runs.
-    pub(super) fn set_bell(&self, bell: Option<Arc<Bell>>) {
-        replace(&self.bell, bell);
     }
 
     /// Lets the control loop tick now if its next tick comes late.
@@ -601,10 +624,12 @@ impl AdmissionState {
     }
 
     /// Replaces the parts of a request in the sums over all: the bytes of its reservation that it
-    /// does not hold, all of them if it is suspended, and those whose need is not known.
-    pub(super) fn replace_parts(&self, before: [ByteSize; 3], after: [ByteSize; 3]) {
-        let Ledger { unheld, suspended, unlearned, .. } = &self.host;
-        for ((sum, before), after) in [unheld, suspended, unlearned].iter().zip(before).zip(after) {
+    /// does not hold, all of them if it is suspended, those whose need is not known, and in each
+    /// budget all of them if only observe mode admits it.
+    pub(super) fn replace_parts(&self, before: [ByteSize; 5], after: [ByteSize; 5]) {
+        let Ledger { unheld, suspended, unlearned, observed, .. } = &self.host;
+        let sums = [unheld, suspended, unlearned, observed, &self.device.observed];
+        for ((sum, before), after) in sums.iter().zip(before).zip(after) {
             // A difference, which may be negative: additions wrap.
             let more = after.get().wrapping_sub(before.get());
             if more != 0 {
@@ -708,6 +733,11 @@ impl AdmissionState {
         self.tally(place).spread(place)
     }
 
+    /// Returns the wakers of the watches that wait for a change of the level, by number.
+    pub(super) fn level_watches(&self) -> MutexGuard<'_, BTreeMap<u64, Waker>> {
+        self.level_watches.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(super) fn level(&self) -> Level {
         Level::from_u8(self.level.load(Ordering::Relaxed))
     }
@@ -763,6 +793,7 @@ impl AdmissionState {
     }
 
     /// Returns why a cost does not fit, and makes room if it may fit later.
+    #[cold]
     fn full(
         &self,
         budget: Budget,
@@ -793,7 +824,7 @@ impl AdmissionState {
             return Rejected::TooLarge { budget, asked, ceiling };
         }
         let wait = ledger.wait_for(&short);
-        let hint = make_room();
+        let hint = if self.observes() { RetryHint::Unknown } else { make_room() };
         if budget == Budget::Host
             && !matches!(hint, RetryHint::Unloading(_))
             && let Some(rejected) = self.exhausted()
@@ -890,7 +921,7 @@ impl AdmissionState {
 
 /// Replaces a value, unless it is being read or replaced by another thread: it is tried, not waited
 /// for, since a process forked in the meantime would wait forever.
-fn replace<T>(slot: &RwLock<Option<T>>, new: Option<T>) {
+pub(super) fn replace<T>(slot: &RwLock<Option<T>>, new: Option<T>) {
     // The previous one is dropped after the lock is released.
     let before = slot.try_write().map(|mut slot| std::mem::replace(&mut *slot, new));
     drop(before);
@@ -932,16 +963,6 @@ fn reserve_resource(ledger: &Ledger, bytes: ByteSize) -> Result<ResourceHold, In
         return ledger.try_reserve_resource(ByteSize::ZERO);
     }
     reserved
-}
-
-/// The watches that wait for a change, by number.
-#[derive(Default)]
-pub(super) struct LevelWatches(Mutex<BTreeMap<u64, Waker>>);
-
-impl LevelWatches {
-    pub(super) fn wakers(&self) -> MutexGuard<'_, BTreeMap<u64, Waker>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 #[cfg(all(test, not(lowtide_loom)))]

@@ -270,6 +270,13 @@ pub struct AdmissionStats {
     /// The time since the oldest running request was admitted, to 250 ms: of those that have
     /// reserved at least 64 KiB, are measured, and have waited for something. Zero without one.
     pub oldest_permit: Duration,
+    /// `true` in [observe mode](crate::AdmissionMode::Observe).
+    pub observe_mode: bool,
+    /// What observe mode admitted and would otherwise have waited or been rejected, since start, in
+    /// the order of [`RejectReason::ALL`]: requests, each once, and loads of resources. Requests
+    /// counted as full, pressure and slow start would have waited, if they may; it is not known
+    /// which of those would have found room in time.
+    pub observed: [u64; RejectReason::ALL.len()],
     /// Bytes that measured requests held when they ended, since start: in caches, in tasks that go
     /// on, or leaked. Includes headers of responses, which the server frees soon after.
     pub outlived_bytes_total: u64,

@@ -18,6 +18,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use lowtide_core::bytes::{ByteSize, prefix};
 
+use super::cost::RejectReason;
+
 /// The maximum number of routes with a record of their own. An estimate: more than most services
 /// have, and some hundred series.
 const ROUTES_MAX: usize = 64;
@@ -60,6 +62,8 @@ pub struct MemoryUsage {
     pub peak_bytes_total: u64,
     /// The sum of the claims of the ended requests: the bytes that each reserved.
     pub claim_bytes_total: u64,
+    /// The ended requests that only observe mode admitted, in the order of [`RejectReason::ALL`].
+    pub observed: [u64; RejectReason::ALL.len()],
 }
 
 impl MemoryUsage {
@@ -87,6 +91,7 @@ pub struct Usage {
     requests: AtomicU64,
     peaks: AtomicU64,
     claims: AtomicU64,
+    observed: [AtomicU64; RejectReason::ALL.len()],
 }
 
 impl Usage {
@@ -109,12 +114,16 @@ impl Usage {
         }
     }
 
-    /// Adds a request that has ended.
+    /// Adds a request that has ended, with the reason for which it would have waited or been
+    /// rejected if observe mode had not admitted it.
     #[inline]
-    pub fn add(&self, peak: ByteSize, claim: ByteSize) {
+    pub fn add(&self, peak: ByteSize, claim: ByteSize, observed: Option<RejectReason>) {
         self.requests.fetch_add(1, Ordering::Relaxed);
         self.peaks.fetch_add(peak.get(), Ordering::Relaxed);
         self.claims.fetch_add(claim.get(), Ordering::Relaxed);
+        if let Some(count) = observed.and_then(|reason| self.observed.get(reason as usize)) {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     fn read(&self) -> MemoryUsage {
@@ -127,6 +136,7 @@ impl Usage {
             requests_total: read(&self.requests),
             peak_bytes_total: read(&self.peaks),
             claim_bytes_total: read(&self.claims),
+            observed: self.observed.each_ref().map(read),
         }
     }
 }
@@ -228,16 +238,16 @@ mod tests {
         let (usages, tenants) = (Usages::default(), Usages::default());
         for nth in 0..1_000 {
             let name = format!("/{nth}");
-            usages.of_route("GET", &name, false, false).add(MIB, MIB);
+            usages.of_route("GET", &name, false, false).add(MIB, MIB, None);
             assert!(usages.read().iter().all(|of| of.name == OTHER), "{name}: not proved");
         }
         for nth in 0..1_000 {
-            usages.of_route("GET", &format!("/{nth}"), false, true).add(MIB, MIB);
+            usages.of_route("GET", &format!("/{nth}"), false, true).add(MIB, MIB, None);
         }
         assert_eq!(usages.read().len(), ROUTES_MAX / 2 + 1, "clients leave room");
         for nth in 0..1_000 {
-            usages.of_route("GET", &format!("/{nth}/{{id}}"), true, false).add(MIB, MIB);
-            tenants.of_tenant(&format!("tenant {nth}")).add(MIB, MIB);
+            usages.of_route("GET", &format!("/{nth}/{{id}}"), true, false).add(MIB, MIB, None);
+            tenants.of_tenant(&format!("tenant {nth}")).add(MIB, MIB, None);
         }
         let routes = usages.read();
         assert_eq!((routes.len(), tenants.read().len()), (ROUTES_MAX + 1, TENANTS_MAX + 1));
@@ -255,7 +265,7 @@ mod tests {
         let usages = Usages::default();
         let long = "é".repeat(1 << 19);
         for method in ["GET", "BREW", "\"\n"] {
-            usages.of_route(method, &long, true, false).add(MIB, MIB);
+            usages.of_route(method, &long, true, false).add(MIB, MIB, None);
         }
         let routes = usages.read();
         let methods: Vec<_> = routes.iter().map(|of| of.method).collect();
@@ -281,8 +291,8 @@ mod tests {
         assert_eq!((memory.mean_peak(), memory.mean_claim()), (None, None));
         of.change_live(ByteSize::mib(4), ByteSize::ZERO);
         of.change_live(MIB, ByteSize::ZERO);
-        of.add(ByteSize::mib(3), MIB);
-        of.add(ByteSize::mib(4), ByteSize::ZERO);
+        of.add(ByteSize::mib(3), MIB, Some(RejectReason::Full));
+        of.add(ByteSize::mib(4), ByteSize::ZERO, None);
         let memory = &usages.read()[0];
         assert_eq!((memory.live, memory.live_peak), (ByteSize::ZERO, ByteSize::mib(7)));
         assert_eq!(memory.mean_peak(), Some(ByteSize::kib(3_584)));

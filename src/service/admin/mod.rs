@@ -1,5 +1,5 @@
-//! Admin commands over HTTP: `POST /memory/purge`, `trim`, `sleep`, `wake`, `unload` and `fit`; in
-//! a build without the feature `device` only `purge`, `unload` and `fit`. `GET /memory/profile`
+//! Admin commands over HTTP: `POST /memory/purge`, `trim`, `sleep`, `wake`, `unload`, `fit` and
+//! `admission`; `trim`, `sleep` and `wake` need the feature `device`. `GET /memory/profile`
 //! answers with the live heap by call stack, in the format of `pprof`. It is taken on the caller's
 //! thread, which it blocks for some milliseconds. It reveals names of files and addresses, so it
 //! needs the authorization of commands.
@@ -174,6 +174,12 @@ fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, Denial> {
             AdminCommand::Unload { resource: query.need("resource")?.to_owned() }
         }
         "fit" => fit(query)?,
+        "admission" => {
+            let query = Query::read(query, &["mode"])?;
+            let text = query.need("mode")?;
+            let mode = text.parse().map_err(|expected: &str| invalid_value("mode", text, expected));
+            AdminCommand::Admission { mode: mode? }
+        }
         _ => {
             Query::read(query, &[])?;
             AdminCommand::Purge

@@ -343,6 +343,7 @@ impl Connections {
         let rejected = lacking.iter().map(|reason| stats.rejected_total(*reason)).sum();
         let has_rejected = rejected > std::mem::replace(&mut table.rejected, rejected);
         let is_short = admission.level() >= Level::High || stats.waiting > 0 || has_rejected;
+        let is_short = is_short && !stats.observe_mode;
         let stalled = |state: &mut Arc<ConnectionState>| {
             is_short && state.is_stalled() && now - state.moved() > *grace
         };

@@ -138,7 +138,7 @@ where
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.project();
         let mut response = ready!(this.future.poll(cx))?;
-        if this.admission.level() >= Level::High {
+        if this.admission.level() >= Level::High && !this.admission.state().observes() {
             if *this.version < Version::HTTP_2 {
                 response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
             } else {

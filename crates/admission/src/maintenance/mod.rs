@@ -381,9 +381,10 @@ impl Maintenance {
     ) {
         // While a fit is in force, an operator asked for less room than there is, and a restart
         // would undo that.
-        let is_fit = sample.limit.source == LimitSource::Fit;
-        let asks_for_less = is_fit && !self.exhaustion.is_declared();
-        let most = if asks_for_less { ByteSize::MAX } else { self.host.correction.most };
+        let is_fit = sample.limit.source == LimitSource::Fit && !self.exhaustion.is_declared();
+        // In observe mode none is rejected.
+        let is_open = is_fit || self.admission.state().observes();
+        let most = if is_open { ByteSize::MAX } else { self.host.correction.most };
         let reasons = [RejectReason::Full, RejectReason::Pressure, RejectReason::Exhausted];
         let purge_ended = self.purge.next() != Moment::NEVER;
         self.exhaustion.update(

@@ -26,6 +26,7 @@ use crate::cost::Budget;
 use crate::managed::Resources;
 use crate::pressure::Level;
 use crate::reclaim::{PAUSE_MIN, ReclaimBackoff, ReclaimPolicy};
+use crate::state::replace;
 
 /// Actions that the worker delegates. `memory` implements them over heap, arenas and metrics.
 pub trait MaintenanceActions: Send {
@@ -181,13 +182,13 @@ pub fn run_control(
     stop: &AtomicBool,
 ) {
     let admission = maintenance.admission.state();
-    admission.set_bell(Some(Arc::clone(bell)));
+    replace(&admission.bell, Some(Arc::clone(bell)));
     let mut turns = ControlLoop::new(maintenance, clock.now());
     // Ends when `stop` is set; each iteration waits until the next sample.
     while !stop.load(Ordering::Acquire) {
         clock.wait_until(bell, turns.turn(clock));
     }
-    admission.set_bell(None);
+    replace(&admission.bell, None);
     // After the last tick: no deadline passes any more.
     admission.queue.end();
 }

@@ -24,6 +24,7 @@ use crate::eviction::{EvictionSource, Evictor, Idle};
 use crate::pressure::Level;
 use crate::reclaim::Reclaim;
 use crate::reclaimer::{Reclaimable, Reclaimer, ReclaimerStats, Reclaimers, Registered};
+use crate::state::replace;
 
 lowtide_core::named_enum! {
     /// The reason why a resource was unloaded.
@@ -293,7 +294,7 @@ impl Resources {
             birth: self.birth,
         };
         let evictor = Evictor::new(Box::new(pool), clock, Box::new(after));
-        admission.state().set_evictor(Some(Arc::new(evictor)));
+        replace(&admission.state().evictor, Some(Arc::new(evictor)));
     }
 
     /// Asks reclaimers of the application and unloads resources that are not in use, on the calling

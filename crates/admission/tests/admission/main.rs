@@ -6,6 +6,7 @@ mod control_loop;
 mod counting;
 mod fits;
 mod managed;
+mod observe;
 mod process;
 mod real_cgroup;
 mod settings;
