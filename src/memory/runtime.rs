@@ -74,8 +74,8 @@ impl Memory {
     pub async fn shutdown(&self, deadline: Duration) -> Shutdown {
         let memory = self.clone();
         let ended = tokio::task::spawn_blocking(move || memory.shutdown_blocking(deadline)).await;
-        // The task is not cancelled, and `shutdown` does not panic.
-        ended.unwrap_or_default()
+        // The task is not cancelled.
+        ended.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))
     }
 
     /// Like [`Memory::managed`], with an async loader. It runs on the thread that loads, inside the

@@ -43,7 +43,7 @@ use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
-use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use lowtide_core::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use lowtide_core::sync::{Mutex, lock};
 
 use crate::tally::SizeClass;
@@ -200,6 +200,8 @@ struct RouteNeed {
     family: Arc<AtomicU64>,
     /// Set once the caller's estimate is no longer used.
     is_known: AtomicBool,
+    /// What is known of its requests: [`STREAMS`], [`GROW_LATER`] and [`READS`].
+    habits: AtomicU8,
     average: Mutex<Average>,
     slow_start: Arc<Mutex<SlowStart>>,
     lessons_min: u32,
@@ -208,6 +210,13 @@ struct RouteNeed {
     usage: OnceLock<Arc<Usage>>,
     is_of_one_route: bool,
 }
+
+/// An answer without a known end has lasted.
+const STREAMS: u8 = 1;
+/// One has grown after it had lasted.
+const GROW_LATER: u8 = 2;
+/// A handler has read a body.
+const READS: u8 = 4;
 
 /// The average of the last requests.
 #[derive(Clone, Copy, Debug, Default)]
@@ -274,6 +283,7 @@ impl RouteNeed {
             running: AtomicU64::new(0),
             family,
             is_known: AtomicBool::new(false),
+            habits: AtomicU8::new(0),
             average: Mutex::default(),
             slow_start: Arc::new(Mutex::new(SlowStart::new(lessons_min))),
             lessons_min,
@@ -323,6 +333,41 @@ impl Compared {
             let ratio = held.as_f64() / self.compared.as_f64();
             self.need.running.fetch_max(ratio.to_bits(), Ordering::Relaxed);
         }
+    }
+
+    fn habits(&self) -> u8 {
+        self.need.habits.load(Ordering::Relaxed)
+    }
+
+    fn note(&self, habit: u8) {
+        self.need.habits.fetch_or(habit, Ordering::Relaxed);
+    }
+
+    /// Returns `true` if answers of the route that have no known end are streams: they need no more
+    /// than what they hold.
+    pub fn has_streams(&self) -> bool {
+        self.habits() & (STREAMS | GROW_LATER) == STREAMS
+    }
+
+    /// Records that an answer without a known end has lasted.
+    pub fn note_stream(&self) {
+        self.note(STREAMS);
+    }
+
+    /// Records that such an answer has grown after it had lasted, as that of a query whose result is
+    /// computed while it is sent. From now on requests of the route keep their claims to the end.
+    pub fn note_late_growth(&self) {
+        self.note(GROW_LATER);
+    }
+
+    /// Returns `true` if a handler of the route has read a body.
+    pub fn reads_bodies(&self) -> bool {
+        self.habits() & READS != 0
+    }
+
+    /// Records that a handler reads a body.
+    pub fn note_reading(&self) {
+        self.note(READS);
     }
 
     /// Records a request that did not complete, which is no evidence of a small need.
@@ -410,15 +455,12 @@ impl Compared {
             return Ok(None);
         }
         let entered = clock.now();
+        let unused = Some((slow_start.since, slow_start.failed));
         slow_start.enter(first, entered)?;
         let (slow_start, clock) = (Arc::clone(&self.need.slow_start), Arc::clone(clock));
-        Ok(Some(Box::new(SlowStartPermit {
-            slow_start,
-            clock,
-            entered,
-            succeeded: false,
-            has_left: false,
-        })))
+        let (succeeded, has_left) = (false, false);
+        let slot = SlowStartPermit { slow_start, clock, entered, unused, succeeded, has_left };
+        Ok(Some(Box::new(slot)))
     }
 }
 
@@ -523,6 +565,15 @@ impl SlowStart {
             self.since = self.since.filter(|_| self.failed.is_some());
         }
     }
+
+    /// Ends a request that never ran: it is no break, and no failure. `before` is what
+    /// [`SlowStart::enter`] replaced: `since` and `failed`.
+    fn cancel(&mut self, before: (Option<Moment>, Option<Moment>)) {
+        self.running = self.running.saturating_sub(1);
+        if self.running == 0 {
+            (self.since, self.failed) = before;
+        }
+    }
 }
 
 /// Returns the number of steps from `since` to `now`, at most [`STEPS`].
@@ -538,12 +589,19 @@ pub struct SlowStartPermit {
     slow_start: Arc<Mutex<SlowStart>>,
     clock: Arc<dyn Clock>,
     entered: Moment,
+    /// What it replaced when it entered; `None` once its request runs.
+    unused: Option<(Option<Moment>, Option<Moment>)>,
     /// `true` if its handler succeeded.
     pub succeeded: bool,
     has_left: bool,
 }
 
 impl SlowStartPermit {
+    /// Records that its request runs. Dropped before that, it leaves no trace.
+    pub fn begin(&mut self) {
+        self.unused = None;
+    }
+
     /// Records that its body has arrived.
     pub fn arrived(&self) {
         lock(&self.slow_start).arrived.get_or_insert_with(|| self.clock.now());
@@ -569,7 +627,10 @@ impl SlowStartPermit {
 
 impl Drop for SlowStartPermit {
     fn drop(&mut self) {
-        self.leave();
+        match self.unused {
+            Some(before) => lock(&self.slow_start).cancel(before),
+            None => self.leave(),
+        }
     }
 }
 
@@ -736,6 +797,8 @@ mod tests {
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod slow_start_tests {
+    use lowtide_core::clock::ManualClock;
+
     use super::*;
 
     /// Enters until rejected, at most 1000 times. Returns the number of requests that entered.
@@ -790,6 +853,30 @@ mod slow_start_tests {
             assert_eq!(route.enter(1, now), Err(1), "a break, or a quick failure");
             route.leave(false, now, now + LASTS / 2);
         }
+    }
+
+    /// The bug: an upload over HTTP/2 entered and left at once, and earlier failures were forgotten.
+    #[test]
+    fn a_request_that_leaves_before_it_ran_is_no_break() {
+        let (needs, manual) = (Needs::default(), Arc::new(ManualClock::new()));
+        let kind = Kind { route: 1, is_declared: true, has_many_routes: false };
+        let (need, clock) = (needs.of(kind, ByteSize::mib(1), false), manual.clone() as _);
+        let enter = || need.enter(ByteSize::mib(64), &clock);
+        let mut waited = 0;
+        loop {
+            let mut one = enter().expect("none runs").expect("its need is not known");
+            one.begin();
+            if enter().is_ok() {
+                break;
+            }
+            manual.advance(7 * LASTS);
+            waited += 7;
+            drop(one);
+            drop(enter());
+            manual.advance(STEP / 2);
+            assert!(waited < 100, "{waited} s");
+        }
+        assert_eq!(waited, 14, "two may run after eight seconds");
     }
 
     #[test]

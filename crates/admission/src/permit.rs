@@ -44,6 +44,8 @@ struct RequestReservation {
     /// The host memory that it had reserved when its need was declared unknown.
     unlearned: ByteSize,
     is_suspended: bool,
+    /// Its whole claim was reserved once.
+    is_started: bool,
 }
 
 /// The right to hold bytes. Dropping it releases them.
@@ -72,6 +74,13 @@ impl Permit {
         is_exempt: bool,
     ) -> Self {
         Self { state, held: PermitHold::Request(RequestReservation::new(cost, is_exempt)) }
+    }
+
+    /// Creates the permit of a suspended request, whose claim was never reserved.
+    pub(super) fn of_suspended(state: &'static AdmissionState, bytes: ByteSize) -> Self {
+        let mut permit = Self::of_request(state, Cost::host(bytes), false);
+        permit.change(|request| (request.is_suspended, request.is_started) = (true, false));
+        permit
     }
 
     pub(super) fn resource(
@@ -273,7 +282,8 @@ impl Permit {
         priority: Priority,
     ) -> Result<(), Rejected> {
         let more = claim.saturating_sub(self.cost().host);
-        let more = self.state.book_again(waiting.map(Waiting::id), more, priority)?;
+        let (waits, is_started) = (waiting.map(Waiting::id), self.is_started());
+        let more = self.state.book_again(waits, more, priority, is_started)?;
         self.add(more);
         self.set_resumed();
         Ok(())
@@ -297,7 +307,13 @@ impl Permit {
 
     /// Ends the suspension without reserving more.
     pub fn set_resumed(&mut self) {
-        self.change(|request| request.is_suspended = false);
+        self.change(|request| (request.is_suspended, request.is_started) = (false, true));
+    }
+
+    /// Returns `false` if it was admitted to receive its body, and its claim was never reserved.
+    #[must_use]
+    pub fn is_started(&self) -> bool {
+        self.request().is_none_or(|request| request.is_started)
     }
 
     const fn request(&self) -> Option<&RequestReservation> {
@@ -329,7 +345,8 @@ impl Permit {
 impl RequestReservation {
     const fn new(cost: Cost, is_exempt: bool) -> Self {
         let unlearned = ByteSize::ZERO;
-        Self { cost, is_exempt, measured: None, unlearned, is_suspended: false }
+        let (measured, is_suspended, is_started) = (None, false, true);
+        Self { cost, is_exempt, measured, unlearned, is_suspended, is_started }
     }
 
     fn suspended(&self) -> ByteSize {
