@@ -397,6 +397,9 @@ impl RequestPermit {
                     need.note_late_growth();
                 }
             }
+            if held.streams.is_some() {
+                held.keep_stream(live);
+            }
             let before = admitted.reported.swap(live.get(), Ordering::Relaxed);
             held.change_live(&admitted.origin, ByteSize::new(before), live);
             (live, held.permit.state().is_short())
@@ -524,8 +527,7 @@ impl RequestPermit {
                 need.learn(held.reported.unwrap_or_default().max(peak));
                 held.has_taught = true;
             }
-            let keep = live.max(held.declared).saturating_add(STREAM_WINDOW);
-            held.permit.shrink_quietly(held.permit.cost().host.saturating_sub(keep));
+            held.keep_stream(live);
             if held.claimed.is_some() {
                 held.permit.set_resumed();
                 admitted.resumed(held);
@@ -579,7 +581,7 @@ impl RequestPermit {
                 held.permit.mark_unlearned();
                 admitted.is_trial.store(true, Ordering::Relaxed);
             }
-            held.terms.slot = slot.or(held.terms.slot.take());
+            held.terms.slot = slot.or_else(|| held.terms.slot.take());
             admitted.resumed(held);
             Ok(has_entered)
         })
@@ -1219,6 +1221,12 @@ impl PermitState {
             share.grow(self.permit.cost().host.saturating_sub(before));
         }
         Ok(())
+    }
+
+    /// Releases what a stream has reserved beyond what it holds and a window.
+    fn keep_stream(&mut self, live: ByteSize) {
+        let keep = live.max(self.declared).saturating_add(STREAM_WINDOW);
+        self.permit.shrink_quietly(self.permit.cost().host.saturating_sub(keep));
     }
 
     /// Replaces its live bytes in the figures of its route and tenant.

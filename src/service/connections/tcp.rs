@@ -41,6 +41,10 @@ use super::{CloseReason, Connection, ConnectionState, Connections, PACE, TEND_EV
 /// connects again at once waits in the queue of the listener meanwhile, and costs little.
 const REFUSED_PAUSE: Duration = Duration::from_millis(1);
 
+/// The pause after an error of `accept`, mostly a lack of descriptors.
+#[cfg(feature = "axum")]
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
 /// The pause while no connection is open, which the next one ends.
 const IDLE: Duration = Duration::from_secs(3600);
 
@@ -144,6 +148,7 @@ impl ConnectionListener {
                             stream,
                             state,
                             connections: connections.clone(),
+                            connection: None,
                             has_shut_down: false,
                             discarded: 0,
                             timer: None,
@@ -181,6 +186,44 @@ impl ConnectionListener {
     }
 }
 
+/// For `axum::serve`. A connection that is to be closed ends with an error of its stream.
+///
+/// ```
+/// use axum::{Router, routing::get};
+/// use lowtide::{Memory, service::Connections};
+///
+/// async fn serve(memory: &Memory, listener: tokio::net::TcpListener) -> std::io::Result<()> {
+///     let app: Router = Router::new().route("/", get(async || "hello")).layer(memory.layer());
+///     let connections = Connections::new(memory.admission(), 1024);
+///     axum::serve(connections.listen(listener), app).await
+/// }
+/// ```
+#[cfg(feature = "axum")]
+impl axum::serve::Listener for ConnectionListener {
+    type Io = ConnectionStream;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (ConnectionStream, SocketAddr) {
+        // Ends with the next connection.
+        loop {
+            match Self::accept(self).await {
+                Ok((connection, mut stream, from)) => {
+                    stream.connection = Some(connection);
+                    return (stream, from);
+                }
+                Err(error) => {
+                    log!(warn, target: "lowtide", %error, "connection not accepted");
+                    sleep(ACCEPT_PAUSE).await;
+                }
+            }
+        }
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.listener.local_addr()
+    }
+}
+
 impl Connections {
     /// Waits until a place is free.
     fn poll_free(&self, cx: &Context<'_>) -> Poll<()> {
@@ -209,6 +252,8 @@ pub struct ConnectionStream {
     stream: TcpStream,
     state: Arc<ConnectionState>,
     connections: Connections,
+    /// Its place, if nothing else drops the stream once it is to be closed.
+    connection: Option<Connection>,
     has_shut_down: bool,
     /// The bytes that were discarded after the shutdown.
     discarded: u64,
@@ -224,12 +269,27 @@ impl ConnectionStream {
     }
 
     /// Records the result of a write.
-    fn written(&self, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
+    fn written(
+        &self,
+        written: Poll<io::Result<usize>>,
+        cx: &Context<'_>,
+    ) -> Poll<io::Result<usize>> {
         self.state.is_blocked.store(written.is_pending(), Ordering::Relaxed);
         if matches!(written, Poll::Ready(Ok(1..))) {
             self.connections.progress(&self.state);
         }
-        written
+        if written.is_pending() { self.poll_closed(cx) } else { written }
+    }
+
+    /// Waits until the connection is to be closed, if nothing else drops it then.
+    fn poll_closed<T>(&self, cx: &Context<'_>) -> Poll<io::Result<T>> {
+        if self.connection.is_none() {
+            return Poll::Pending;
+        }
+        self.state.poll(&self.state.is_closed, cx).map(|()| {
+            let cause = "its client made no progress, and its place or memory is needed";
+            Err(io::Error::new(io::ErrorKind::ConnectionAborted, cause))
+        })
     }
 }
 
@@ -240,7 +300,10 @@ impl AsyncRead for ConnectionStream {
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
-        ready!(Pin::new(&mut self.stream).poll_read(cx, buffer))?;
+        let Poll::Ready(read) = Pin::new(&mut self.stream).poll_read(cx, buffer) else {
+            return self.poll_closed(cx);
+        };
+        read?;
         if buffer.filled().len() > before {
             self.connections.progress(&self.state);
         }
@@ -255,7 +318,7 @@ impl AsyncWrite for ConnectionStream {
         buffer: &[u8],
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write(cx, buffer);
-        self.written(written)
+        self.written(written, cx)
     }
 
     fn poll_write_vectored(
@@ -264,7 +327,7 @@ impl AsyncWrite for ConnectionStream {
         buffers: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write_vectored(cx, buffers);
-        self.written(written)
+        self.written(written, cx)
     }
 
     fn is_write_vectored(&self) -> bool {
