@@ -13,14 +13,16 @@ use std::ptr::NonNull;
 
 use super::SimDriver;
 use super::call::Call;
+use super::fault::WorkKind;
 use super::graph::Relaxed;
 use super::memory::Range;
 use super::model::Answer;
 use super::raw::Found;
+use super::work::Work;
 use lowtide_core::bytes::ByteSize;
 use lowtide_gpu_driver::{
     Backend, Capabilities, DeviceAddress, DeviceMemory, DeviceUuid, Driver, DriverError,
-    EventHandle, HostMemory, HostStore, StoreSpan, StreamHandle,
+    EventHandle, HostMemory, HostStore, StreamHandle,
 };
 
 /// The calls that are unsafe in the trait.
@@ -164,7 +166,7 @@ impl SimDriver {
         size: ByteSize,
         stream: StreamHandle,
     ) -> Answer {
-        let work = super::work::Work::Copy(apart(from, to, size)?, to.get());
+        let work = Work::Copy(apart(from, to, size)?, to.get(), WorkKind::Copy);
         self.model().start(Call::CopyAsync, stream.get(), work)
     }
 
@@ -180,7 +182,7 @@ impl SimDriver {
     ///
     /// # Errors
     /// As for [`Driver::offload`].
-    pub fn offload(&self, from: DeviceAddress, into: StoreSpan, stream: StreamHandle) -> Answer {
+    pub fn offload(&self, from: DeviceAddress, into: HostStore, stream: StreamHandle) -> Answer {
         self.transfer(Call::Offload, (from, into), stream)
     }
 
@@ -188,7 +190,7 @@ impl SimDriver {
     ///
     /// # Errors
     /// As for [`Driver::restore`].
-    pub fn restore(&self, from: StoreSpan, to: DeviceAddress, stream: StreamHandle) -> Answer {
+    pub fn restore(&self, from: HostStore, to: DeviceAddress, stream: StreamHandle) -> Answer {
         self.transfer(Call::Restore, (to, from), stream)
     }
 }
@@ -265,8 +267,8 @@ unsafe impl Driver for SimDriver {
         EventSynchronize event_synchronize(event: EventHandle);
         CopyAsync copy_async(from: DeviceAddress, to: DeviceAddress, size: ByteSize, stream: StreamHandle);
         HostFree host_store_destroy(store: HostStore);
-        Offload offload(from: DeviceAddress, into: StoreSpan, stream: StreamHandle);
-        Restore restore(from: StoreSpan, to: DeviceAddress, stream: StreamHandle);
+        Offload offload(from: DeviceAddress, into: HostStore, stream: StreamHandle);
+        Restore restore(from: HostStore, to: DeviceAddress, stream: StreamHandle);
     }
 
     fn reserve(&self, size: ByteSize) -> Answer<DeviceAddress> {
