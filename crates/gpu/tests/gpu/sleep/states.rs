@@ -7,12 +7,13 @@ use std::time::Duration;
 
 use lowtide_cuda_sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
 use lowtide_gpu::ByteSize;
-use lowtide_gpu::clock::{Clock as _, SystemClock};
+use lowtide_gpu::clock::Clock as _;
 use lowtide_gpu::{
     CompactOptions, Contents, DeviceError, Region, SleepConfig, SleepOptions, SleepState,
 };
 
 use super::support::{Bed, MIB, at};
+use crate::wait_until;
 
 pub(crate) const NOW: SleepOptions =
     SleepOptions { drain: Duration::ZERO, stable: Contents::Keep, dynamic: Contents::Keep };
@@ -410,14 +411,4 @@ fn ten_thousand_blocks_sleep_in_calls_for_their_handles() {
     assert!(calls <= 6 * handles + 16, "{calls} calls for {handles} handles");
     drop(buffers);
     bed.end();
-}
-
-/// Waits for what another thread does soon.
-pub(crate) fn wait_until(condition: impl Fn() -> bool) {
-    let clock = SystemClock::new();
-    let deadline = clock.now() + Duration::from_secs(20);
-    while !condition() {
-        assert!(clock.now() < deadline, "it did not come to pass");
-        thread::yield_now();
-    }
 }
