@@ -45,7 +45,7 @@ use crate::clock::{Clock, Moment, SystemClock};
 use crate::config::Config;
 use crate::memory::add_request_event;
 use lowtide_admission::layer::{GRACE, Waiting};
-use lowtide_admission::learning::{Compared, Kind, Needs, SlowStartPermit};
+use lowtide_admission::learning::{Compared, Kind, Needs, READS, SlowStartPermit};
 use lowtide_admission::{Admission, Budget, Cost, Permit, Priority, Rejected};
 use lowtide_heap::is_measured;
 
@@ -552,7 +552,7 @@ impl<E: Estimate> MemoryLayer<E> {
         let is_host = settings.admission.state().by_budget(cost).host == cost.host;
         let can_suspend = is_measured && is_host && !is_exempt;
         let is_http2 = head.version == Version::HTTP_2;
-        let reads = need.as_ref().is_some_and(Compared::reads_bodies);
+        let reads = need.as_ref().is_some_and(|need| need.has(READS));
         let may_receive = can_suspend && is_http2 && reads && !body.is_end_stream();
         let label = format_args!("{method} {route}");
         let booked = settings.book(slot, (cost, priority), &label, waiting, may_receive);

@@ -46,7 +46,7 @@ use crate::clock::{Clock, Moment};
 use crate::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard, lock};
 use lowtide_admission::layer::{LARGE_MIN, LargeRequest, REGISTERED_MIN, SLOW_AFTER, Waiting};
-use lowtide_admission::learning::{Compared, SlowStartPermit};
+use lowtide_admission::learning::{Compared, GROWS_LATE, READS, STREAMS, SlowStartPermit};
 use lowtide_admission::{
     Admission, Budget, Permit, Priority, Rejected, RequestMemory, RequestPhase,
 };
@@ -394,7 +394,7 @@ impl RequestPermit {
                 need.observe_running(live);
                 let is_late = |before: ByteSize| live > before.scaled(2.0).saturating_add(LATE_MIN);
                 if held.streams.is_some_and(is_late) {
-                    need.note_late_growth();
+                    need.note(GROWS_LATE);
                 }
             }
             if held.streams.is_some() {
@@ -516,9 +516,9 @@ impl RequestPermit {
             let succeeded = held.answer == Some(true);
             let is_lasting = has_lasted && succeeded;
             if is_lasting {
-                need.note_stream();
+                need.note(STREAMS);
             }
-            if !need.has_streams() {
+            if !need.has(STREAMS) || need.has(GROWS_LATE) {
                 return (state, has_lasted);
             }
             let AccountMemory { live, peak, .. } = self.0.memory();
@@ -616,7 +616,7 @@ impl RequestPermit {
     /// before there is room for their claims.
     pub(super) fn reads(&self) {
         if let Some(need) = &self.held().terms.need {
-            need.note_reading();
+            need.note(READS);
         }
     }
 

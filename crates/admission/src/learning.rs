@@ -200,7 +200,7 @@ struct RouteNeed {
     family: Arc<AtomicU64>,
     /// Set once the caller's estimate is no longer used.
     is_known: AtomicBool,
-    /// What is known of its requests: [`STREAMS`], [`GROW_LATER`] and [`READS`].
+    /// What is known of its requests: [`STREAMS`], [`GROWS_LATE`] and [`READS`].
     habits: AtomicU8,
     average: Mutex<Average>,
     slow_start: Arc<Mutex<SlowStart>>,
@@ -212,11 +212,11 @@ struct RouteNeed {
 }
 
 /// An answer without a known end has lasted.
-const STREAMS: u8 = 1;
-/// One has grown after it had lasted.
-const GROW_LATER: u8 = 2;
+pub const STREAMS: u8 = 1;
+/// One has grown after it had lasted, as that of a query whose result is computed while it is sent.
+pub const GROWS_LATE: u8 = 2;
 /// A handler has read a body.
-const READS: u8 = 4;
+pub const READS: u8 = 4;
 
 /// The average of the last requests.
 #[derive(Clone, Copy, Debug, Default)]
@@ -335,39 +335,15 @@ impl Compared {
         }
     }
 
-    fn habits(&self) -> u8 {
-        self.need.habits.load(Ordering::Relaxed)
+    /// Returns `true` if this habit of the route's requests is known: [`STREAMS`], [`GROWS_LATE`] or
+    /// [`READS`].
+    pub fn has(&self, habit: u8) -> bool {
+        self.need.habits.load(Ordering::Relaxed) & habit != 0
     }
 
-    fn note(&self, habit: u8) {
+    /// Records a habit.
+    pub fn note(&self, habit: u8) {
         self.need.habits.fetch_or(habit, Ordering::Relaxed);
-    }
-
-    /// Returns `true` if answers of the route that have no known end are streams: they need no more
-    /// than what they hold.
-    pub fn has_streams(&self) -> bool {
-        self.habits() & (STREAMS | GROW_LATER) == STREAMS
-    }
-
-    /// Records that an answer without a known end has lasted.
-    pub fn note_stream(&self) {
-        self.note(STREAMS);
-    }
-
-    /// Records that such an answer has grown after it had lasted, as that of a query whose result is
-    /// computed while it is sent. From now on requests of the route keep their claims to the end.
-    pub fn note_late_growth(&self) {
-        self.note(GROW_LATER);
-    }
-
-    /// Returns `true` if a handler of the route has read a body.
-    pub fn reads_bodies(&self) -> bool {
-        self.habits() & READS != 0
-    }
-
-    /// Records that a handler reads a body.
-    pub fn note_reading(&self) {
-        self.note(READS);
     }
 
     /// Records a request that did not complete, which is no evidence of a small need.
