@@ -24,7 +24,8 @@ impl Memory {
     /// because memory is exhausted and the policy is
     /// [`ExhaustionPolicy::Exit`](crate::config::ExhaustionPolicy::Exit). From then on `/readyz`
     /// answers 503, so that load balancers choose another instance. Pass it to the server's
-    /// graceful shutdown, then call [`Memory::shutdown`]. The report of a process that ends
+    /// graceful shutdown, which waits for open streams, so bound it; then call
+    /// [`Memory::shutdown`]. The report of a process that ends
     /// because of exhaustion is an error: a `main` that returns it exits with status 1, and its
     /// supervisor restarts it. For another status, read [`Shutdown::exhausted`]. The library itself
     /// never ends the process.
