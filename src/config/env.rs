@@ -72,7 +72,7 @@ pub(crate) fn settings(
         let put = match value.to_str().map(str::trim) {
             Some("") => Ok(()),
             Some(text) => (variable.put)(&mut settings, text),
-            None => Err("UTF-8 text".to_owned()),
+            None => Err("UTF-8 text"),
         };
         if let Err(expected) = put {
             faults.push(Fault::bad(name, &value.to_string_lossy(), expected));
