@@ -25,19 +25,6 @@ use lowtide_admission::{ExhaustionPolicy, PurgeGrowth};
 #[cfg(feature = "device")]
 use super::device::{DEVICES, DeviceBackend, DeviceChoice};
 
-/// An environment variable.
-#[derive(Clone, Copy, Debug)]
-pub struct Variable {
-    /// The full name.
-    pub name: &'static str,
-    /// Its accepted values and meaning, in one line.
-    pub help: &'static str,
-    pub(super) put: Put,
-}
-
-/// Parses a text into the settings, or returns the description of the accepted values.
-type Put = fn(&mut Settings, &str) -> Result<(), &'static str>;
-
 lowtide_core::named_enum! {
     /// The source of a value.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -122,6 +109,22 @@ macro_rules! settings {
                 })*
                 ConfigError::check(faults)
             }
+
+            /// Parses the text of a variable. An unknown variable changes nothing.
+            ///
+            /// # Errors
+            /// The accepted values, as a phrase to follow the word "expected".
+            pub(super) fn put(&mut self, variable: &str, text: &str) -> Result<(), &'static str> {
+                match variable {
+                    $($variable => {
+                        $(#[$on])? {
+                            self.$name = Some(Format::<$kind>::read(&$format, text)?);
+                        }
+                    })*
+                    _ => {}
+                }
+                Ok(())
+            }
         }
 
         /// The value in force for every setting.
@@ -161,17 +164,7 @@ macro_rules! settings {
 
         /// Every variable that this crate reads. An empty value counts as unset. Those that begin
         /// with `LOWTIDE_DEVICE` need the feature `device`.
-        pub const VARIABLES: &[Variable] = &[$(Variable {
-            name: $variable,
-            help: $help,
-            put: |settings, text| {
-                let _ = (&settings, text);
-                $(#[$on])? {
-                    settings.$name = Some(Format::<$kind>::read(&$format, text)?);
-                }
-                Ok(())
-            },
-        }),*];
+        pub const VARIABLES: &[&str] = &[$($variable),*];
 
         /// Defines the setters of `Builder`.
         macro_rules! setters {
@@ -465,9 +458,9 @@ mod tests {
         for profile in Profile::ALL {
             let (config, mut again) = (default_of(profile), Settings::default());
             for (variable, (name, shown)) in VARIABLES.iter().zip(config.settings()) {
-                assert_eq!(variable.name, name);
+                assert_eq!(*variable, name);
                 if !shown.value.is_empty() {
-                    (variable.put)(&mut again, &shown.value).expect(name);
+                    again.put(name, &shown.value).expect(name);
                 }
             }
             let again = Config::resolve(&Settings::default(), &again).expect("valid");

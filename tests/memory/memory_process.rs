@@ -348,7 +348,7 @@ fn an_unknown_variable_is_an_error_that_names_what_was_meant_or_lists_what_there
     assert!(bare.starts_with(expected), "{bare}");
     assert_eq!(bare, with_code);
     for variable in env::VARIABLES {
-        assert!(bare.contains(variable.name), "{} is missing in {bare}", variable.name);
+        assert!(bare.contains(variable), "{variable} is missing in {bare}");
     }
 }
 
