@@ -12,8 +12,10 @@ use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::metrics::names as name;
 use crate::metrics::process::ProcessReader;
-use crate::metrics::record::{self, MetricsWriter, label};
-use lowtide_admission::{Level, MaintenanceActions, ReclaimerStats, SignalError, Trigger};
+use crate::metrics::record::{self, HostPressure, MetricsWriter, label};
+use lowtide_admission::{
+    ClassStats, Level, MaintenanceActions, ReclaimerStats, SignalError, Trigger,
+};
 use lowtide_heap::{self as heap, HostArenaStats};
 
 use super::breakdown::Breakdown;
@@ -211,7 +213,10 @@ impl MaintenanceExecutor {
             if resource.loads_refused_total > 0 {
                 self.shared.note_misfit(resource);
             }
-            to.resource(resource, resource.last_used.map(|moment| snapshot.on_wall(moment)));
+            let labels = [label("resource", &resource.name)];
+            record::resource(resource, &mut to.to(&labels));
+            let last_used = resource.last_used.map(|moment| snapshot.on_wall(moment));
+            to.put(name::RESOURCE_LAST_USED, &labels, last_used);
         }
         for reclaimer in &snapshot.reclaimers {
             record::reclaimer(reclaimer, &mut to.to(&[label("reclaimer", &reclaimer.name)]));
@@ -225,7 +230,7 @@ impl MaintenanceExecutor {
     /// Publishes the heap, the process, and the limit with its parts.
     fn publish_host(&mut self, to: MetricsWriter, snapshot: &MemorySnapshot, now: Moment) {
         if let Some(heap) = &snapshot.heap {
-            to.heap(heap);
+            record::heap(heap, &mut to.to(&[]));
         }
         if to.has_detail() {
             self.publish_heap_arenas(to, &snapshot.heap_arenas);
@@ -238,19 +243,23 @@ impl MaintenanceExecutor {
             to.process(snapshot.signal.rss, &self.process.read(to.has_detail()));
         }
         let peak = self.peak.add(now, self.shared.state.take_physical_peak());
-        to.pressure(&snapshot.signal, &self.shared.state, peak);
+        let pressure = HostPressure { signal: &snapshot.signal, state: &self.shared.state, peak };
+        record::pressure(&pressure, &mut to.to(&[]));
     }
 
     /// Publishes the budgets and the requests.
     fn publish_requests(&self, to: MetricsWriter, snapshot: &MemorySnapshot) {
         let admission = &self.shared.admission;
-        for &budget in record::BUDGETS {
-            to.ledger(admission.ledger(budget), budget);
-            if to.has_detail() {
-                to.classes(budget, &admission.classes(budget));
+        for (&budget, of) in record::BUDGETS.iter().zip([&snapshot.host, &snapshot.device]) {
+            let of_budget = label("budget", budget.name());
+            record::ledger(admission.ledger(budget), &mut to.to(&[of_budget.clone()]));
+            let is_used = |class: &&ClassStats| class.admitted_total + class.rejected_total > 0;
+            for class in of.classes.iter().filter(is_used) {
+                let labels = [of_budget.clone(), label("size_class", class.class)];
+                record::class(class, &mut to.to(&labels));
             }
         }
-        to.admission(&snapshot.admission);
+        record::admission(&snapshot.admission, &mut to.to(&[]));
         #[cfg(feature = "service")]
         to.connections();
         let routes = admission.state().usage_by_route();
@@ -313,11 +322,12 @@ impl MaintenanceExecutor {
                 }
                 self.heap_arenas.push(name.clone());
             }
-            to.heap_arena(name, stats);
+            record::heap_arena(stats, &mut to.to(&[label("heap_arena", name)]));
         }
         let is_gone = |name: &&String| !arenas.iter().any(|(other, _)| other == *name);
         for name in self.heap_arenas.iter().filter(is_gone) {
-            to.heap_arena(name, &HostArenaStats::default());
+            let labels = [label("heap_arena", name)];
+            record::heap_arena(&HostArenaStats::default(), &mut to.to(&labels));
         }
     }
 
