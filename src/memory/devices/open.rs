@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
-use crate::config::arena::{ArenaOptions, ArenaResolution};
+use crate::config::arena::{ArenaOptions, ArenaResolution, ShrinkTarget};
 use crate::device::driver::Backend;
 use crate::device::{
     ArenaConfig, DeviceArena, DeviceError, HostBudget, PinnedConfig, PinnedKind, PinnedPool,
@@ -467,8 +467,8 @@ impl Shared {
             return Err(cannot_open(&slot.to_string(), MemoryError::NoDevice));
         }
         let Some(device) = list.iter().find(|device| device.number == slot.device) else {
-            let (slot, devices) = (slot.clone(), list.len().max(1));
-            return Err(MemoryError::UnknownSlot { slot, devices });
+            let known: Vec<_> = (0..).take(list.len().max(1)).map(ShrinkTarget::Gpu).collect();
+            return Err(MemoryError::unknown_device(slot, &known));
         };
         let mut places = lock(&self.devices.slots);
         if let Some(place) = places.get(slot) {
@@ -479,7 +479,7 @@ impl Shared {
             places.retain(|_, place| Arc::get_mut(place).is_none() || !place.is_empty());
         }
         if places.len() >= SLOTS_MAX {
-            return Err(MemoryError::TooManySlots { max: SLOTS_MAX });
+            return Err(MemoryError::TooMany { what: "slots", max: SLOTS_MAX });
         }
         let (device, arenas) = (Arc::clone(device), self.devices.arenas.clone());
         let place = Arc::new(ArenaSlot::new(slot.clone(), self.birth, device, arenas));

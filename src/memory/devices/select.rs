@@ -139,7 +139,7 @@ impl Shared {
             if known.is_empty() {
                 known.extend(list.iter().map(|device| DeviceSelector::Number(device.number)));
             }
-            return Err(MemoryError::UnknownDevice { selector, known });
+            return Err(MemoryError::unknown_device(&selector, &known));
         };
         match device.lost() {
             Some(error) => Err(lost(&device, error)),
