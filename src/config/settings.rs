@@ -71,8 +71,16 @@ fn pick<T: Clone>(environment: &Option<T>, code: &Option<T>, default: Resolved<T
     picked.unwrap_or(default)
 }
 
-/// Defines a setter, if the setting has one.
+/// Defines a setter, if the setting has one: of its type, or of what becomes its value.
 macro_rules! setter {
+    ([$($on:meta)?] [$(#[$doc:meta])*] [$setter:ident $value:ty] $kind:ty) => {
+        $(#[$doc])*
+        #[must_use]
+        pub fn $setter(mut self, value: $value) -> Self {
+            self.code.$setter = Some(Some(value.into()));
+            self
+        }
+    };
     ([$($on:meta)?] [$(#[$doc:meta])*] [] $kind:ty) => {};
     ([$($on:meta)?] [$(#[$doc:meta])*] [$setter:ident] $kind:ty) => {
         $(#[$on])?
@@ -89,7 +97,7 @@ pub(crate) use setter;
 macro_rules! settings {
     ($(
         $([$on:meta])? $(#[$doc:meta])*
-        $name:ident $(as $setter:ident)?: $kind:ty = $from:ident($default:expr),
+        $name:ident $(as $setter:ident $(($value:ty))?)?: $kind:ty = $from:ident($default:expr),
         $variable:literal: $help:literal, $format:expr;
     )*) => {
         /// Settings as given in code or in the environment, each valid.
@@ -169,7 +177,7 @@ macro_rules! settings {
         /// Defines the setters of `Builder`.
         macro_rules! setters {
             () => {
-                $($crate::config::setter!([$($on)?] [$(#[$doc])*] [$($setter)?] $kind);)*
+                $($crate::config::setter!([$($on)?] [$(#[$doc])*] [$($setter $($value)?)?] $kind);)*
             };
         }
         pub(crate) use setters;
@@ -181,7 +189,9 @@ settings! {
     profile as profile: Profile = fixed(Profile::default()),
         "LOWTIDE_PROFILE": "low-memory, balanced or throughput: the defaults of the other settings",
         Format::of(str::parse);
-    memory_limit: Option<ByteSize> = fixed(None),
+    /// Sets the limit of host memory. Default: the cgroup's limit, or the machine's memory. A
+    /// configured limit can lower that, but not raise it.
+    memory_limit as memory_limit(ByteSize): Option<ByteSize> = fixed(None),
         "LOWTIDE_MEMORY_LIMIT": "limit of host memory, e.g. 512m (binary units, as in Docker) or \
         1.5GiB; unset: the limit of the cgroup or the machine",
         SIZE_IF_ANY;
@@ -323,7 +333,14 @@ settings! {
         "LOWTIDE_PROCESS_METRICS": "on or off: whether the process_* metrics are published; off if \
         the application does",
         ON_OR_OFF;
-    service_version: Option<String> = fixed(None),
+    /// Sets the version of the service, 1 to 64 bytes without control characters: the label
+    /// `service_version` of `lowtide_build_info`, by which dashboards mark deployments. Default:
+    /// `unknown`.
+    ///
+    /// ```
+    /// let memory = lowtide::Memory::builder().service_version(env!("CARGO_PKG_VERSION"));
+    /// ```
+    service_version as service_version(impl Into<String>): Option<String> = fixed(None),
         "LOWTIDE_SERVICE_VERSION": "version of the service, a label of its metrics: 1 to 64 bytes \
         without control characters",
         VERSION;
@@ -335,11 +352,25 @@ settings! {
         request owns leaves no room for requests; serve-one:5m with a grace period, exit:1m with a \
         minimum uptime",
         POLICY;
-    flight_recorder: Option<PathBuf> = fixed(None),
+    /// Records the last five minutes in this file, which survives a kill: samples, events, the
+    /// largest requests. The next start with the same path logs why this run ended, and
+    /// [`MemoryReport::last_exit`](crate::memory::MemoryReport::last_exit) and `/memory?with=last_exit`
+    /// have the recording. Default: nothing is recorded.
+    ///
+    /// The path must be absolute, and the file must be local and of its own for each process. It
+    /// takes 512 KiB, which are allocated at the start; a thread of its own writes it, once a
+    /// second and when memory moves fast. If it cannot be created, allocated or locked, or if the
+    /// path is that of something else, nothing is recorded and a diagnostic has the cause. After a
+    /// fork, the child holds the lock too until it ends or calls `exec`.
+    flight_recorder as flight_recorder(impl Into<PathBuf>): Option<PathBuf> = fixed(None),
         "LOWTIDE_FLIGHT_RECORDER": "absolute path of a file of 512 KiB that keeps the last five \
         minutes for the next start, or off",
         PATH;
-    heap_profile_dir: Option<PathBuf> = fixed(None),
+    /// Writes heap profiles to this folder when the service has settled, when memory grows, and
+    /// near the limit, if the heap profiler is active (feature `profiling`, `global_allocator!`
+    /// with `prof: true`). The path must be absolute, and a folder belongs to one instance. At most
+    /// 8 files of a run are kept, of some KiB to some 100 KiB each. Default: none are written.
+    heap_profile_dir as heap_profile_dir(impl Into<PathBuf>): Option<PathBuf> = fixed(None),
         "LOWTIDE_HEAP_PROFILE_DIR": "absolute path of a folder for heap profiles, written as \
         memory grows if the heap profiler is active, or off",
         PATH;

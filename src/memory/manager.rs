@@ -4,7 +4,6 @@
 //! with device arenas, resources, admin tasks and a runtime is in the modules of those.
 
 use std::fmt;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -103,7 +102,7 @@ pub(crate) fn published_state(admission: &Admission) -> Option<Arc<PressureState
 /// Returns `true` if the admission belongs to a `Memory` that is about to end.
 #[cfg(feature = "service")]
 pub(crate) fn is_ending(admission: &Admission) -> bool {
-    running(admission).is_some_and(|running| running.is_ending.load(Ordering::Relaxed))
+    running(admission).is_some_and(|running| running.flight.is_ending())
 }
 
 impl Memory {
@@ -173,14 +172,13 @@ impl Memory {
     /// signal to shut down and the close of the listener, so that load balancers choose another
     /// instance. Admission is not changed.
     pub fn set_ending(&self) {
-        self.0.running.is_ending.store(true, Ordering::Relaxed);
         self.0.shared.flight.set_ending();
     }
 
     /// Returns `true` after [`Memory::set_ending`].
     #[cfg(feature = "service")]
     pub(crate) fn is_ending(&self) -> bool {
-        self.0.running.is_ending.load(Ordering::Relaxed)
+        self.0.shared.flight.is_ending()
     }
 
     /// Returns `true` if memory is exhausted and single requests are still admitted.

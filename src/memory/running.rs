@@ -25,8 +25,6 @@ use super::flight::{Flight, RunEnd};
 pub(super) struct RunningMemory {
     pub(super) threads: Threads,
     pub(super) claim: Arc<ProcessClaim>,
-    /// `true` once the service is about to end, for its readiness.
-    pub(super) is_ending: AtomicBool,
     /// Does not keep the manager running.
     pub(super) admission: Admission,
     #[cfg_attr(not(feature = "service"), expect(dead_code, reason = "for layers"))]
@@ -149,7 +147,15 @@ impl ThreadEnd {
 /// shutdowns.
 pub(super) struct ThreadEndGuard {
     pub(super) end: Arc<ThreadEnd>,
-    pub(super) claim: Arc<ProcessClaim>,
+    claim: Arc<ProcessClaim>,
+}
+
+impl ThreadEndGuard {
+    /// Counts a thread of the claim.
+    pub(super) fn of(claim: &Arc<ProcessClaim>) -> Self {
+        claim.threads.fetch_add(1, Ordering::AcqRel);
+        Self { end: Arc::default(), claim: Arc::clone(claim) }
+    }
 }
 
 impl Drop for ThreadEndGuard {
@@ -201,7 +207,7 @@ const NOWHERE: u64 = u64::MAX;
 pub(super) struct ProcessClaim {
     held: AtomicBool,
     /// The number of threads that have not ended.
-    pub(super) threads: AtomicUsize,
+    threads: AtomicUsize,
     pub(super) birth: Birth,
     /// `false` for a detached `Memory`.
     pub(super) is_attached: bool,
@@ -218,13 +224,13 @@ impl ProcessClaim {
         let claim = |by| (by != here).then_some(here);
         let taken = STARTED.fetch_update(Ordering::AcqRel, Ordering::Acquire, claim);
         taken.map_err(|_| StartError::AlreadyStarted)?;
-        let (held, threads) = (AtomicBool::new(true), AtomicUsize::new(THREADS));
+        let (held, threads) = (AtomicBool::new(true), AtomicUsize::new(0));
         Ok(Arc::new(Self { held, threads, birth, is_attached: true }))
     }
 
     /// Returns what stands for the claim of a detached `Memory`, which needs none.
     pub(super) fn of_none() -> Arc<Self> {
-        let (held, threads) = (AtomicBool::new(false), AtomicUsize::new(THREADS));
+        let (held, threads) = (AtomicBool::new(false), AtomicUsize::new(0));
         Arc::new(Self { held, threads, birth: Birth::now(), is_attached: false })
     }
 
