@@ -185,14 +185,7 @@ impl ProfileWriter<'_> {
             }
             Err(error) if !std::mem::replace(&mut self.has_failed, true) => {
                 let folder = self.path.display();
-                log!(
-                    warn,
-                    target: "lowtide",
-                    %folder,
-                    cause,
-                    %error,
-                    "heap profile not written"
-                );
+                log!(warn, target: "lowtide", %folder, cause, %error, "heap profile not written");
             }
             Err(_) => {}
         }
