@@ -19,18 +19,6 @@ pub enum MetricKind {
     Histogram,
 }
 
-impl MetricKind {
-    /// Returns the word in a `# TYPE` line.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Gauge => "gauge",
-            Self::Counter => "counter",
-            Self::Histogram => "histogram",
-        }
-    }
-}
-
 /// A metric.
 #[derive(Clone, Copy, Debug)]
 pub struct Metric {

@@ -116,7 +116,8 @@ fn every_metric_of_the_table_is_published(scrape: &Scrape) {
             continue;
         }
         assert!(scrape.has(metric), "{name} is not published");
-        assert_eq!(scrape.kind.get(name).map(String::as_str), Some(metric.kind.name()), "{name}");
+        let kind = format!("{:?}", metric.kind).to_lowercase();
+        assert_eq!(scrape.kind.get(name), Some(&kind), "{name}");
         assert_eq!(scrape.help.get(name).map(String::as_str), Some(metric.help), "{name}");
     }
     let published = TABLE.len() - OF_A_DEVICE.len();
