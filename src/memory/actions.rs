@@ -206,7 +206,7 @@ impl MaintenanceExecutor {
         to.build_info(snapshot.profile.name(), version);
         self.publish_host(to, snapshot, now);
         #[cfg(feature = "device")]
-        self.devices.publish(to, self.shared.devices.gone(), &snapshot.devices);
+        self.devices.publish(to, &self.shared.devices.gone, &snapshot.devices);
         self.publish_kernel(to, snapshot);
         self.publish_requests(to, snapshot);
         for resource in &snapshot.resources {

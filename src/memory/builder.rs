@@ -21,8 +21,8 @@ use crate::fork::Birth;
 use crate::metrics::MetricsTier;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
-    self as admission, Admission, Budget, LimitSource, Maintenance, Reclaim, Resources, Signal,
-    SignalError, SignalTracker, Signals, Trigger, Worker, run_control, run_worker,
+    self as admission, Admission, Budget, LimitSource, Maintenance, Resources, Signal, SignalError,
+    SignalTracker, Signals, Trigger, Worker, run_control, run_worker,
 };
 use lowtide_heap as heap;
 
@@ -280,20 +280,22 @@ impl Builder {
         };
         let joined: Arc<OnceLock<Arc<Shared>>> = Arc::default();
         #[cfg(feature = "device")]
-        let (steps, has_devices) = devices.settle_budgets(&admission, &joined, &mut diagnostics);
+        let (mut steps, has_devices) =
+            devices.settle_budgets(&admission, &joined, &mut diagnostics);
         #[cfg(not(feature = "device"))]
-        let (steps, has_devices) = (Vec::new(), false);
+        let (mut steps, has_devices) = (Vec::new(), false);
         #[cfg(not(feature = "device"))]
         admission.state().unify();
+        steps.extend([Budget::Host, Budget::Device].map(|budget| resources.reclaimer(budget)));
         let mut maintenance = Maintenance::new(
             settings(&config, has_devices, heap.decay_interval),
             Box::new(sensor),
             admission.clone(),
             resources.clone(),
-            reclaim_steps(steps, &resources),
+            steps,
         )?;
         #[cfg(feature = "device")]
-        devices.add_budgets(&mut maintenance);
+        devices.budgets().for_each(|budget| maintenance.add_device(budget.clone()));
         let shared = Arc::new(Shared {
             config,
             started_at: clock.since_epoch(),
@@ -740,13 +742,6 @@ fn settings(
         device_interval: has_devices.then(|| published.min(DEVICE_INTERVAL_MAX)),
         ..defaults
     }
-}
-
-/// Adds the steps of idle resources, after those of idle memory of arenas: each for the budget that
-/// it relieves, and at most four in all.
-fn reclaim_steps(mut steps: Vec<Arc<dyn Reclaim>>, resources: &Resources) -> Vec<Arc<dyn Reclaim>> {
-    steps.extend([Budget::Host, Budget::Device].map(|budget| resources.reclaimer(budget)));
-    steps
 }
 
 /// Logs the start, once.

@@ -51,7 +51,7 @@ use super::snapshot::MemorySnapshot;
 pub struct Memory(pub(super) Arc<MemoryInner>);
 
 /// A handle to a [`Memory`] that does not keep it running.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct WeakMemory {
     shared: Weak<Shared>,
     running: Weak<RunningMemory>,
@@ -61,12 +61,6 @@ impl WeakMemory {
     /// Returns the `Memory` if another handle keeps it running. Allocates a few bytes.
     pub fn upgrade(&self) -> Option<Memory> {
         Some(Memory::of(self.shared.upgrade()?, self.running.upgrade()?))
-    }
-}
-
-impl fmt::Debug for WeakMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("WeakMemory").finish_non_exhaustive()
     }
 }
 
@@ -207,7 +201,7 @@ impl Memory {
         shared.admission.close();
         shared.end_fit_at_shutdown();
         #[cfg(feature = "device")]
-        shared.devices.close();
+        shared.devices.budgets().for_each(Admission::close);
         let end = shared.clock.now() + deadline;
         let mut report = Shutdown { exhausted: shared.ends_exhausted(), ..Shutdown::default() };
         let open = shared.resources.close(&*shared.clock, end);

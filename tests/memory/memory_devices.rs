@@ -189,7 +189,7 @@ fn each_device_has_a_budget_and_is_shrunk_by_its_number() {
     assert_eq!(arenas[1].glance().committed, ByteSize::ZERO);
     assert_eq!(arenas[0].glance().committed, ByteSize::mib(8));
     let unknown = memory.devices().shrink("gpu:2").expect_err("there is no third").to_string();
-    assert_eq!(unknown, "unknown target gpu:2: expected cpu:0 or gpu:0 or gpu:1");
+    assert_eq!(unknown, "unknown device gpu:2: expected cpu:0 or gpu:0 or gpu:1");
     assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 

@@ -12,7 +12,6 @@
 //!
 //! Invariant: there is one result for each target, in the order of the selector.
 
-use std::fmt;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
@@ -97,6 +96,7 @@ impl MemoryDevices<'_> {
 }
 
 /// A run, at the end of which its targets are shrunk.
+#[derive(Debug)]
 #[must_use = "a run ends when this is dropped"]
 pub struct Run {
     memory: Memory,
@@ -121,12 +121,6 @@ impl Drop for Run {
             lock(&shared.devices.shrinks).extend(&self.shrink);
             shared.state.post(Job::DecayDevice);
         }
-    }
-}
-
-impl fmt::Debug for Run {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Run").field("shrink", &self.shrink).finish_non_exhaustive()
     }
 }
 

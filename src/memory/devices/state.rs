@@ -16,7 +16,7 @@ use crate::device::driver::Driver;
 use crate::device::driver::host::HostDriver;
 use crate::memory::error::{Diagnostic, StartError};
 use crate::sync::Mutex;
-use lowtide_admission::{Admission, Maintenance};
+use lowtide_admission::Admission;
 
 use super::arenas::Arenas;
 use super::device::{CountedIn, Device};
@@ -37,7 +37,7 @@ pub(in crate::memory) struct Devices {
     pub(super) arenas: Arenas,
     /// The slots that have, or have had, an arena.
     pub(super) slots: Mutex<BTreeMap<Slot, Arc<ArenaSlot>>>,
-    pub(super) gone: Gone,
+    pub(in crate::memory) gone: Gone,
     /// The targets that dropped runs leave to the worker.
     pub(super) shrinks: Mutex<BTreeSet<ShrinkTarget>>,
     #[cfg(feature = "cuda")]
@@ -71,32 +71,13 @@ impl Devices {
         self.list.first().is_some_and(|device| device.driver.capabilities().counts_as_host())
     }
 
-    /// Returns the counts of dropped arenas, for metrics.
-    pub(in crate::memory) const fn gone(&self) -> &Gone {
-        &self.gone
-    }
-
     /// Returns what the control thread reads of the arenas.
     pub(in crate::memory) fn sensor(&self, config: &Config) -> ArenasSensor {
         ArenasSensor::new(self.arenas.clone(), &self.list, config.device_limit.value)
     }
 
-    /// Adds the budgets of further devices to the control loop.
-    pub(in crate::memory) fn add_budgets(&self, maintenance: &mut Maintenance) {
-        self.budgets().for_each(|budget| maintenance.add_device(budget.clone()));
-    }
-
-    /// Closes the budgets of further devices.
-    pub(in crate::memory) fn close(&self) {
-        self.budgets().for_each(Admission::close);
-    }
-
-    /// Returns the number of reservations held in the budgets of further devices.
-    pub(in crate::memory) fn held(&self) -> u64 {
-        self.budgets().map(|budget| budget.stats().held()).sum()
-    }
-
-    fn budgets(&self) -> impl Iterator<Item = &Admission> {
+    /// Returns the budgets of further devices.
+    pub(in crate::memory) fn budgets(&self) -> impl Iterator<Item = &Admission> {
         self.list.iter().filter_map(|device| device.admission.as_ref())
     }
 }
