@@ -315,19 +315,15 @@ impl MaintenanceExecutor {
     /// Publishes the named heap arenas, and zeros for those that no longer exist. A name is kept
     /// once it was published; beyond [`HEAP_ARENAS_MAX`] names, new ones are not published.
     fn publish_heap_arenas(&mut self, to: MetricsWriter, arenas: &[(String, HostArenaStats)]) {
-        for (name, stats) in arenas {
-            if !self.heap_arenas.contains(name) {
-                if self.heap_arenas.len() == HEAP_ARENAS_MAX {
-                    continue;
-                }
+        for (name, _) in arenas {
+            if self.heap_arenas.len() < HEAP_ARENAS_MAX && !self.heap_arenas.contains(name) {
                 self.heap_arenas.push(name.clone());
             }
-            record::heap_arena(stats, &mut to.to(&[label("heap_arena", name)]));
         }
-        let is_gone = |name: &&String| !arenas.iter().any(|(other, _)| other == *name);
-        for name in self.heap_arenas.iter().filter(is_gone) {
+        for name in &self.heap_arenas {
+            let stats = arenas.iter().find(|(other, _)| other == name).map(|(_, stats)| *stats);
             let labels = [label("heap_arena", name)];
-            record::heap_arena(&HostArenaStats::default(), &mut to.to(&labels));
+            record::heap_arena(&stats.unwrap_or_default(), &mut to.to(&labels));
         }
     }
 

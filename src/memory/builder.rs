@@ -230,11 +230,6 @@ impl Builder {
         Ok((memory, step))
     }
 
-    fn unused_variables(&self) -> Option<Diagnostic> {
-        let is_unused = !cfg!(feature = "device") && !self.ignores_environment;
-        is_unused.then(|| variables_of_devices(&env::of_devices())).flatten()
-    }
-
     /// Opens the signals, applies the settings of the heap unless it is detached, and checks the
     /// limit.
     fn settle_host(
@@ -261,7 +256,9 @@ impl Builder {
         config: Config,
         claim: Arc<ProcessClaim>,
     ) -> Result<AssembledParts, StartError> {
-        let mut diagnostics = Vec::from_iter(self.unused_variables());
+        let ignores_variables = cfg!(feature = "device") || self.ignores_environment;
+        let unused = if ignores_variables { Vec::new() } else { env::of_devices() };
+        let mut diagnostics = Vec::from_iter(variables_of_devices(&unused));
         #[cfg(feature = "device")]
         let devices = Devices::open(&config, std::mem::take(&mut self.drivers), &mut diagnostics)?;
         let clock = self.clock.take().unwrap_or_else(|| Arc::new(SystemClock::new()));
@@ -546,8 +543,8 @@ fn evict_when_short(shared: &Arc<Shared>, is_detached: bool) {
 
 /// Returns the value that ends the threads. No thread runs yet.
 fn running(shared: &Shared) -> RunningMemory {
-    let mut other_bells = vec![Arc::clone(shared.flight.bell())];
-    other_bells.extend(shared.profiles.iter().map(|profiles| Arc::clone(profiles.bell())));
+    let mut other_bells = vec![Arc::clone(&shared.flight.bell)];
+    other_bells.extend(shared.profiles.iter().map(|profiles| Arc::clone(&profiles.bell)));
     let threads = Threads {
         stop: Arc::default(),
         bell: Bell::new(),

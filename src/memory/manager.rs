@@ -14,7 +14,7 @@ use crate::config::Config;
 use lowtide_admission::PressureState;
 use lowtide_admission::{Admission, Budget, Level};
 
-use super::error::Shutdown;
+use super::error::{MemoryError, Shutdown};
 use super::flight::RunEnd;
 use super::running::RunningMemory;
 use super::shared::Shared;
@@ -199,7 +199,7 @@ impl Memory {
             return Shutdown { forked: true, ..Shutdown::default() };
         }
         shared.admission.close();
-        shared.end_fit_at_shutdown();
+        let _ = shared.fail_fit("shutdown", MemoryError::Ended.to_string());
         #[cfg(feature = "device")]
         shared.devices.budgets().for_each(Admission::close);
         let end = shared.clock.now() + deadline;

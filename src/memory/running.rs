@@ -87,10 +87,8 @@ impl Threads {
     /// Waits for the flight recorder to end, for at most [`RECORDED_WITHIN`].
     fn wait_for_recorder(&self) {
         let this = std::thread::current().id();
-        let started = lock(&self.started);
-        let recorder = started.iter().find(|thread| thread.name == FLIGHT && thread.id != this);
-        let end = recorder.map(|thread| Arc::clone(&thread.end));
-        drop(started);
+        let is_recorder = |thread: &&Started| thread.name == FLIGHT && thread.id != this;
+        let end = lock(&self.started).iter().find(is_recorder).map(|it| Arc::clone(&it.end));
         if let Some(end) = end {
             let clock = SystemClock::new();
             end.wait(&clock, clock.now() + RECORDED_WITHIN);
@@ -113,11 +111,8 @@ impl Threads {
                 report.busy.push(name.to_owned());
                 continue;
             }
-            let handle = {
-                let mut started = lock(&self.started);
-                let thread = started.iter_mut().find(|thread| thread.id == id);
-                thread.and_then(|thread| thread.handle.take())
-            };
+            let is_it = |thread: &&mut Started| thread.id == id;
+            let handle = lock(&self.started).iter_mut().find(is_it).and_then(|it| it.handle.take());
             if handle.is_some_and(|handle| handle.join().is_err()) {
                 report.panicked.push(name.to_owned());
             }

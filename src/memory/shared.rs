@@ -107,12 +107,9 @@ impl Purges {
 pub struct Purged {
     /// The result for the heap: jemalloc's and the C library's, each with bytes and time.
     pub heap: Result<PurgeReport, HostError>,
-    /// The bytes released by device arenas, including host memory kept for their next sleep.
-    #[cfg(feature = "device")]
+    /// The bytes released by device arenas, including host memory kept for their next sleep; zero
+    /// in a build without device arenas.
     pub device: ByteSize,
-    /// Zero, in a build without device arenas.
-    #[cfg(not(feature = "device"))]
-    device: ByteSize,
     /// The duration of the purge.
     pub took: Duration,
 }

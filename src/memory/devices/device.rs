@@ -79,18 +79,13 @@ impl Device {
         }
     }
 
-    /// Returns the error by which the loss of the device became known, if it is lost.
-    pub(super) fn lost(&self) -> Option<&DriverError> {
-        self.driver.lost()
-    }
-
     pub(super) fn is_lost(&self) -> bool {
-        self.lost().is_some()
+        self.driver.lost().is_some()
     }
 
     /// Returns the error of the loss, the first time.
     pub(super) fn lost_once(&self) -> Option<&DriverError> {
-        self.lost().filter(|_| !self.is_reported.swap(true, Ordering::Relaxed))
+        self.driver.lost().filter(|_| !self.is_reported.swap(true, Ordering::Relaxed))
     }
 
     /// Returns the ledger in which the device's bytes are reserved.

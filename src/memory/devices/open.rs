@@ -163,12 +163,13 @@ impl MemoryDevices<'_> {
 
 impl Shared {
     /// Returns the serving arena of this name, or else the names of all.
-    pub(in crate::memory) fn arena_named(&self, name: &str) -> Result<DeviceArena, Vec<String>> {
+    pub(in crate::memory) fn arena_named(&self, name: &str) -> Result<DeviceArena, MemoryError> {
         let (serving, _) = self.devices.arenas.parted();
-        match serving.iter().find(|it| it.arena.name() == name) {
-            Some(found) => Ok(found.arena.clone()),
-            None => Err(serving.iter().map(|it| it.arena.name().to_owned()).collect()),
-        }
+        let found = serving.iter().find(|it| it.arena.name() == name);
+        found.map(|found| found.arena.clone()).ok_or_else(|| {
+            let known = serving.iter().map(|it| it.arena.name().to_owned()).collect();
+            MemoryError::UnknownArena { name: name.to_owned(), known }
+        })
     }
 
     /// Returns the arenas; none in a forked child, as for [`Shared::diagnostics`].

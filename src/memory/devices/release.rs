@@ -110,7 +110,7 @@ impl Shared {
             name: device.name.to_string(),
             ordinal: device.driver.ordinal(),
             backend: device.driver.backend(),
-            lost: device.lost().map(ToString::to_string),
+            lost: device.driver.lost().map(ToString::to_string),
             budget: own.or(first),
             memory: device.memory(),
             rollback_failures_total: device.driver.rollback_failures_total(),

@@ -182,21 +182,14 @@ impl Series {
 
 /// The arenas, as the control thread reads them.
 pub(in crate::memory) struct ArenasSensor {
-    arenas: Arenas,
-    list: Vec<Arc<Device>>,
+    pub(super) arenas: Arenas,
+    pub(super) list: Vec<Arc<Device>>,
     /// The figures of the last sample, by the number of the device.
-    figures: Vec<DeviceFigures>,
-    limit: Option<ByteSize>,
+    pub(super) figures: Vec<DeviceFigures>,
+    pub(super) limit: Option<ByteSize>,
 }
 
 impl ArenasSensor {
-    /// `limit` is that of each device; [`ByteSize::MAX`] for none.
-    pub(super) fn new(arenas: Arenas, list: &[Arc<Device>], limit: ByteSize) -> Self {
-        let figures = vec![DeviceFigures::default(); list.len()];
-        let limit = (limit != ByteSize::MAX).then_some(limit);
-        Self { arenas, list: list.to_vec(), figures, limit }
-    }
-
     /// Adds the arenas to a sample of kernel and heap.
     pub(in crate::memory) fn add_to(&mut self, sample: &mut Sample) {
         for (figures, device) in self.figures.iter_mut().zip(&self.list) {

@@ -63,13 +63,14 @@ const MOVED_PART: u64 = 64;
 #[derive(Debug, Default)]
 pub(super) struct Flight {
     /// The last run, if it was recorded.
-    last_exit: Option<LastExit>,
+    pub(super) last_exit: Option<LastExit>,
     /// The figures that the worker published last; `None` if nothing is recorded.
     published: Option<Mutex<Published>>,
     /// The end of the run, as a [`RunEnd`].
     end: AtomicU8,
     is_ending: AtomicBool,
-    bell: Arc<Bell>,
+    /// Ends the thread's wait.
+    pub(super) bell: Arc<Bell>,
 }
 
 /// The figures of a publication.
@@ -111,15 +112,6 @@ impl Flight {
             Mutex::new(Published { resources, ..Published::default() })
         });
         (Self { last_exit, published, ..Self::default() }, file)
-    }
-
-    pub(super) const fn last_exit(&self) -> Option<&LastExit> {
-        self.last_exit.as_ref()
-    }
-
-    /// Returns the bell that ends the thread's wait.
-    pub(super) const fn bell(&self) -> &Arc<Bell> {
-        &self.bell
     }
 
     /// Records that the service was asked to end.
@@ -210,7 +202,7 @@ impl FlightRecorder {
 
     /// Records until `stop` is set and the bell is rung, and then the end.
     pub(super) fn run(mut self, stop: &AtomicBool) {
-        let (clock, bell) = (Arc::clone(&self.shared.clock), Arc::clone(self.shared.flight.bell()));
+        let (clock, bell) = (Arc::clone(&self.shared.clock), Arc::clone(&self.shared.flight.bell));
         while !stop.load(Ordering::Acquire) {
             self.look();
             clock.wait_until(&bell, clock.now() + LOOK_EVERY);
