@@ -252,7 +252,7 @@ impl MaintenanceExecutor {
         let admission = &self.shared.admission;
         for (&budget, of) in record::BUDGETS.iter().zip([&snapshot.host, &snapshot.device]) {
             let of_budget = label("budget", budget.name());
-            record::ledger(admission.ledger(budget), &mut to.to(&[of_budget.clone()]));
+            record::ledger(admission.ledger(budget), &mut to.to(std::slice::from_ref(&of_budget)));
             let is_used = |class: &&ClassStats| class.admitted_total + class.rejected_total > 0;
             for class in of.classes.iter().filter(is_used) {
                 let labels = [of_budget.clone(), label("size_class", class.class)];

@@ -230,6 +230,11 @@ impl Builder {
         Ok((memory, step))
     }
 
+    fn unused_variables(&self) -> Option<Diagnostic> {
+        let is_unused = !cfg!(feature = "device") && !self.ignores_environment;
+        is_unused.then(|| variables_of_devices(&env::of_devices())).flatten()
+    }
+
     /// Opens the signals, applies the settings of the heap unless it is detached, and checks the
     /// limit.
     fn settle_host(
@@ -256,9 +261,7 @@ impl Builder {
         config: Config,
         claim: Arc<ProcessClaim>,
     ) -> Result<AssembledParts, StartError> {
-        let ignores_variables = cfg!(feature = "device") || self.ignores_environment;
-        let unused = if ignores_variables { Vec::new() } else { env::of_devices() };
-        let mut diagnostics = Vec::from_iter(variables_of_devices(&unused));
+        let mut diagnostics = Vec::from_iter(self.unused_variables());
         #[cfg(feature = "device")]
         let devices = Devices::open(&config, std::mem::take(&mut self.drivers), &mut diagnostics)?;
         let clock = self.clock.take().unwrap_or_else(|| Arc::new(SystemClock::new()));
@@ -277,15 +280,14 @@ impl Builder {
         };
         let joined: Arc<OnceLock<Arc<Shared>>> = Arc::default();
         #[cfg(feature = "device")]
-        let (mut steps, has_devices) =
-            devices.settle_budgets(&admission, &joined, &mut diagnostics);
+        let (mut steps, has_own) = devices.settle_budgets(&admission, &joined, &mut diagnostics);
         #[cfg(not(feature = "device"))]
-        let (mut steps, has_devices) = (Vec::new(), false);
+        let (mut steps, has_own) = (Vec::new(), false);
         #[cfg(not(feature = "device"))]
         admission.state().unify();
         steps.extend([Budget::Host, Budget::Device].map(|budget| resources.reclaimer(budget)));
         let mut maintenance = Maintenance::new(
-            settings(&config, has_devices, heap.decay_interval),
+            settings(&config, has_own, heap.decay_interval),
             Box::new(sensor),
             admission.clone(),
             resources.clone(),
