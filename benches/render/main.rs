@@ -20,11 +20,10 @@ use http::Request;
 use lowtide::clock::{Bell, Clock, Moment, SystemClock};
 use lowtide::config::DeviceChoice;
 use lowtide::device::{Buffer, DeviceArena, Region};
-use lowtide::metrics::MetricsTier;
-use lowtide::metrics::record::MetricsWriter;
+use lowtide::metrics::record;
 use lowtide::service::Endpoints;
 use lowtide::{BoxError, ByteSize, Memory};
-use lowtide_admission::{Budget, Cost};
+use lowtide_admission::Cost;
 use lowtide_core::sync::lock;
 use lowtide_heap::{purge_now, thread_totals};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
@@ -268,15 +267,8 @@ fn threads(figures: &mut Figures) -> Result<(), BoxError> {
 /// both budgets and admission, as the worker writes them, one time after the other.
 fn written(memory: &Memory) -> Result<f64, BoxError> {
     let snapshot = memory.snapshot();
-    let write = || {
-        let to = MetricsWriter::new(MetricsTier::Detail, true);
-        snapshot.heap.iter().for_each(|heap| to.heap(heap));
-        snapshot.devices.arenas.iter().for_each(|arena| to.arena("0", arena));
-        for budget in [Budget::Host, Budget::Device] {
-            to.ledger(memory.admission().ledger(budget), budget);
-        }
-        to.admission(&snapshot.admission);
-    };
+    let (heap, arenas) = (snapshot.heap.as_ref(), &snapshot.devices.arenas);
+    let write = || record::publish(heap, arenas, memory.admission());
     // How many they are, another recorder shows.
     let other = PrometheusBuilder::new().build_recorder();
     metrics::with_local_recorder(&other, write);
