@@ -62,7 +62,7 @@ impl MemoryDevices<'_> {
     ///
     /// # Errors
     /// [`MemoryError::OpenArena`] if there is no such device, it is lost, or the driver fails;
-    /// [`MemoryError::DuplicateArena`], [`MemoryError::TooManyArenas`], [`MemoryError::Forked`].
+    /// [`MemoryError::DuplicateArena`], [`MemoryError::TooMany`], [`MemoryError::Forked`].
     pub fn open_arena(&self, name: &str) -> Result<DeviceArena, MemoryError> {
         self.open_arena_with(name, |_| {})
     }
