@@ -19,7 +19,7 @@ use common::http::{client, send};
 use futures_util::future::join_all;
 use futures_util::stream::unfold;
 use http::Request;
-use lowtide::service::{Connections, scope};
+use lowtide::service::{ConnectionApp, Connections, scope};
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_admission::Budget;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -59,7 +59,7 @@ pub(crate) async fn serve() -> Result<(), BoxError> {
     let listener = socket.listen(1024)?;
     println!("{}", listener.local_addr()?);
     let listener = connections.listen(listener);
-    tokio::spawn(async { axum::serve(listener, app).await });
+    tokio::spawn(async { axum::serve(listener, ConnectionApp::new(app)).await });
     let until = || std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
     tokio::task::spawn_blocking(until).await??;
     Ok(())

@@ -159,9 +159,9 @@ enum Last {
 }
 
 /// Waits until a suspended request may receive more of its body. `is_last` if it needs its whole
-/// claim for that.
+/// claim for that, or to work.
 #[cold]
-fn poll_room(
+pub(super) fn poll_room(
     permit: &RequestPermit,
     waiting: &mut Option<Waiting>,
     is_refused: &mut bool,
@@ -226,11 +226,13 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
         // Ends: it goes on only with the end of the body, which has room then.
         let polled = loop {
             if permit.is_suspended() {
-                // Until there is room, the client is not waited for.
-                permit.receives(Poll::Ready(0), cx.waker());
-                let is_last = this.last.is_some();
                 let (waiting, is_refused) = (&mut *this.waiting, &mut *this.is_refused);
-                ready!(unmeasured(|| poll_room(permit, waiting, is_refused, is_last, cx)));
+                let is_last = this.last.is_some();
+                if unmeasured(|| poll_room(permit, waiting, is_refused, is_last, cx)).is_pending() {
+                    // Until there is room, the client is not waited for.
+                    permit.receives(Poll::Ready(0), cx.waker());
+                    return Poll::Pending;
+                }
             }
             // The length of the frame stands for what the layers below allocate.
             let polled = match this.last.take() {

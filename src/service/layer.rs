@@ -55,7 +55,9 @@ use super::connections::ConnectionState;
 use super::estimate::{ContentLength, Estimate, UNDECLARED, body_length, note_length};
 use super::exempt::{ExemptPaths, ExemptShare};
 use super::load_report::{Carrier, LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReports};
-use super::permit::{RequestOptions, RequestPermit, ResumeOptions, WINDOW, enter_slow_start};
+use super::permit::{
+    QueuePlace, RequestOptions, RequestPermit, ResumeOptions, WINDOW, enter_slow_start,
+};
 use super::rejection::{Drain, negotiated};
 use super::scoped::Scoped;
 use super::time_limits::{MinDataRate, RegisteredPace, TimeLimits};
@@ -636,7 +638,12 @@ impl<E: Estimate> MemoryLayer<E> {
         let request = Request::from_parts(head, RequestBody::new(body, &permit));
         let future = permit.measure(|| inner.call(request));
         let (future, settings) = (Scoped::new(future, Some(permit)), Arc::clone(&self.settings));
-        RequestState::Admitted { future, settings, cancelled_at: None }
+        RequestState::Admitted {
+            future,
+            settings,
+            cancelled_at: None,
+            place: QueuePlace::default(),
+        }
     }
 
     /// Rejects a request: its body is read, and then it is answered.
@@ -862,7 +869,12 @@ where
             let request = Request::from_parts(head, RequestBody::passed(body));
             let future = Scoped::new(self.inner.call(request), None);
             let settings = Arc::clone(&self.layer.settings);
-            let state = RequestState::Admitted { future, settings, cancelled_at: None };
+            let state = RequestState::Admitted {
+                future,
+                settings,
+                cancelled_at: None,
+                place: QueuePlace::default(),
+            };
             return ResponseFuture { state };
         }
         let length = note_length(&mut head, &body);
@@ -955,6 +967,7 @@ pin_project! {
             settings: Arc<LayerSettings>,
             // The time at which the layer saw that the request was cancelled.
             cancelled_at: Option<Moment>,
+            place: QueuePlace,
         },
         Rejected {
             rest: Pin<Box<Drain<Q>>>,
@@ -998,8 +1011,12 @@ where
         }
         match state.project() {
             RequestStateProject::Waiting { .. } => unreachable!("it waits no more"),
-            RequestStateProject::Admitted { mut future, settings, cancelled_at } => {
-                let polled = future.as_mut().poll(cx);
+            RequestStateProject::Admitted { mut future, settings, cancelled_at, place } => {
+                let starts = |permit: &RequestPermit| permit.poll_start(place, cx).is_ready();
+                let polled = match future.permit().is_none_or(starts) {
+                    true => future.as_mut().poll(cx),
+                    false => Poll::Pending,
+                };
                 let Some(permit) = future.permit() else {
                     return polled.map_ok(|response| response.map(ResponseBody::passed));
                 };

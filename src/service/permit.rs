@@ -34,7 +34,7 @@
 use std::fmt;
 use std::future::poll_fn;
 use std::sync::{Arc, Weak};
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
 use http::Request;
@@ -52,6 +52,7 @@ use lowtide_admission::{
 };
 use lowtide_heap::{Account, AccountMemory, unmeasured};
 
+use super::body::poll_room;
 use super::exempt::ExemptShare;
 use super::time_limits::TimeLimits;
 use super::usage::{self, LiveIn, RequestOrigin};
@@ -100,6 +101,9 @@ const STREAM_WINDOW: ByteSize = ByteSize::kib(16);
 /// The time after which an answer without a known end has lasted, in nanoseconds: that after which
 /// the slow start lets further requests in. Until then it may be a short one.
 const STREAM_AFTER: u64 = 1_000_000_000;
+/// The same for a route in which an answer grew late, in nanoseconds. An estimate: longer than most
+/// queries.
+const LATE_AFTER: u64 = 60 * STREAM_AFTER;
 /// The value of `goes_on_since` once nothing depends on it any more.
 const TENDED: u64 = u64::MAX;
 
@@ -129,6 +133,8 @@ struct Admitted {
     is_cancelled: AtomicBool,
     /// `true` once its handler has answered, and the layer cannot end it any more.
     is_answered: AtomicBool,
+    /// `true` if its handler has dropped its body, and works only once its claim is reserved.
+    is_to_start: AtomicBool,
     /// `true` while a body of known length has not arrived in whole.
     is_arriving: AtomicBool,
     /// The time since which its answer has gone on without a known end, in nanoseconds; 0 before,
@@ -156,6 +162,13 @@ const WORKS: u8 = 0;
 const RECEIVES: u8 = 1;
 /// Its handler has returned all of its response, which is not sent yet.
 const SENDS: u8 = 2;
+
+/// The place in the queue of a request whose handler goes on once its claim is reserved.
+#[derive(Debug, Default)]
+pub(super) struct QueuePlace {
+    waiting: Option<Waiting>,
+    is_refused: bool,
+}
 
 /// The terms on which a suspended request waits for room.
 #[derive(Clone, Copy, Debug)]
@@ -204,8 +217,8 @@ struct PermitState {
     has_taught: bool,
     /// What it held when its answer became a stream.
     streams: Option<ByteSize>,
-    /// `true` while its body waits in the queue to resume.
-    is_queued: bool,
+    /// The time until which its body waits in the queue to resume.
+    queued_until: Option<Moment>,
     /// What it had reserved when it was suspended, with what it has grown by since; `None` while it
     /// is not suspended.
     claimed: Option<ByteSize>,
@@ -255,6 +268,7 @@ impl RequestPermit {
             is_registered: AtomicBool::new(false),
             is_cancelled: AtomicBool::new(false),
             is_answered: AtomicBool::new(false),
+            is_to_start: AtomicBool::new(false),
             is_arriving: AtomicBool::new(false),
             goes_on_since: AtomicU64::new(0),
             resumes: terms.resumes,
@@ -271,7 +285,7 @@ impl RequestPermit {
                 answer: None,
                 has_taught: false,
                 streams: None,
-                is_queued: false,
+                queued_until: None,
                 claimed: terms.claimed,
                 declared: ByteSize::ZERO,
                 cancelled: None,
@@ -505,21 +519,23 @@ impl RequestPermit {
         if since == 0 || since == TENDED {
             return since == TENDED;
         }
-        let has_lasted = nanos(now).saturating_sub(since) >= STREAM_AFTER;
+        let lasted = nanos(now).saturating_sub(since);
         let (state, is_done) = self.change(|held| {
             let state = held.permit.state();
             let Some(need) = &held.terms.need else { return (state, false) };
+            let is_late = need.has(GROWS_LATE);
+            let has_lasted = lasted >= if is_late { LATE_AFTER } else { STREAM_AFTER };
             // While its body waits in the queue, it is about to resume.
-            if !self.may_release_claim(held) || held.is_queued {
+            if !self.may_release_claim(held) || held.queued_until.is_some_and(|until| now < until) {
                 return (state, false);
             }
             let succeeded = held.answer == Some(true);
-            let is_lasting = has_lasted && succeeded;
+            let is_lasting = has_lasted && succeeded && !held.has_taught;
             if is_lasting {
                 need.note(STREAMS);
             }
-            if !need.has(STREAMS) || need.has(GROWS_LATE) {
-                return (state, has_lasted);
+            if !has_lasted && (is_late || !need.has(STREAMS)) {
+                return (state, false);
             }
             let AccountMemory { live, peak, .. } = self.0.memory();
             let _ = held.streams.get_or_insert(live);
@@ -563,7 +579,8 @@ impl RequestPermit {
         let ResumeOptions { priority, tenant, within } = self.0.owner().resumes?;
         let mut held = self.held();
         let waiting = held.permit.wait_to_resume(held.claimed(), priority, tenant, within);
-        held.is_queued = waiting.is_some();
+        let until = held.permit.state().last_tick() + within;
+        held.queued_until = waiting.is_some().then_some(until);
         waiting
     }
 
@@ -578,6 +595,7 @@ impl RequestPermit {
             let has_entered = slot.is_some();
             if let Some(slot) = &mut slot {
                 slot.begin();
+                slot.succeeded = held.answer == Some(true);
                 held.permit.mark_unlearned();
                 admitted.is_trial.store(true, Ordering::Relaxed);
             }
@@ -598,18 +616,35 @@ impl RequestPermit {
         }
     }
 
-    /// Records that the handler reads no more of the body. If its claim was never reserved, it is
-    /// now, even beyond the allowance: nothing can stop the handler, which works on.
+    /// Records that the handler reads no more of the body. If its claim was never reserved, the
+    /// handler goes on once it is ([`RequestPermit::poll_start`]), or answers at once.
     pub(super) fn unread(&self) {
         if self.arrived() {
             return;
         }
-        self.change(|held| {
-            if !held.permit.is_started() && held.answer.is_none() && held.cancelled.is_none() {
-                held.permit.raise(held.claimed());
+        let is_to_start = {
+            let held = self.held();
+            !held.permit.is_started() && held.answer.is_none() && held.cancelled.is_none()
+        };
+        if is_to_start {
+            self.0.owner().is_to_start.store(true, Ordering::Relaxed);
+        } else {
+            self.go_on();
+        }
+    }
+
+    /// Waits until the claim is reserved of a request whose handler dropped its body before that.
+    #[inline]
+    pub(super) fn poll_start(&self, place: &mut QueuePlace, cx: &Context<'_>) -> Poll<()> {
+        let admitted = self.0.owner();
+        if admitted.is_to_start.load(Ordering::Relaxed) {
+            if self.is_suspended() {
+                ready!(poll_room(self, &mut place.waiting, &mut place.is_refused, true, cx));
             }
-        });
-        self.go_on();
+            admitted.is_to_start.store(false, Ordering::Relaxed);
+            self.arrived();
+        }
+        Poll::Ready(())
     }
 
     /// Records that the handler reads its body: those of later requests of the route may be read
@@ -790,6 +825,9 @@ impl RequestPermit {
         if is_free {
             self.receives(Poll::Ready(0), Waker::noop());
         }
+        if admitted.is_to_start.load(Ordering::Relaxed) {
+            self.go_on();
+        }
         if is_whole && self.is_large() && admitted.progress.load(Ordering::Relaxed) == WORKS {
             admitted.progress.store(SENDS, Ordering::Relaxed);
             self.register();
@@ -909,6 +947,9 @@ impl RequestPermit {
             let before = held.claimed();
             grow(held)?;
             let after = held.claimed();
+            if held.streams.is_some() {
+                held.declared = after;
+            }
             if after > before {
                 self.0.owner().claim.fetch_max(after.get(), Ordering::Relaxed);
             }
@@ -949,7 +990,7 @@ impl Admitted {
 
     /// Records that its reservation is not suspended any more.
     fn resumed(&self, held: &mut PermitState) {
-        (held.claimed, held.terms.enters, held.is_queued) = (None, None, false);
+        (held.claimed, held.terms.enters, held.queued_until) = (None, None, None);
         self.reserved_at.store(nanos(held.permit.state().last_tick()), Ordering::Relaxed);
         self.is_suspended.store(false, Ordering::Relaxed);
     }

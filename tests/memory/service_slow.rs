@@ -882,40 +882,78 @@ fn an_upload_over_http2_works_from_the_poll_in_which_it_gets_its_end() {
 
 /// The bug: a handler that drops the body ran without its claim, beside any number of others.
 #[test]
-fn a_handler_that_does_not_read_its_body_over_http2_reserves_its_claim() {
+fn a_handler_that_does_not_read_its_body_over_http2_works_once_its_claim_is_reserved() {
     let bed = Bed::new();
-    let layer = bed.layer();
-    let handler = |request: Request<RequestBody<Fed>>| async {
-        drop(request);
-        pending::<()>().await;
-        Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
-    };
-    let open = || {
+    let (layer, worked) = (bed.layer(), Arc::new(AtomicUsize::new(0)));
+    let open = |answers: bool| {
+        let worked = worked.clone();
+        let handler = move |request: Request<RequestBody<Fed>>| {
+            let worked = worked.clone();
+            async move {
+                drop(request);
+                if !answers {
+                    wait_once().await;
+                    worked.fetch_add(1, Ordering::Relaxed);
+                    pending::<()>().await;
+                }
+                Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
+            }
+        };
         let request = Request::post("/").version(Version::HTTP_2).body(Fed::default());
         let call = layer.layer(service_fn(handler)).call(request.expect("a valid head"));
-        let mut call = Box::pin(async { drop(call.await) });
-        assert!(poll(&mut call).is_pending());
-        call
+        Box::pin(async { call.await.expect("a valid answer").status() })
     };
-    let mut full = vec![bed.fill()];
-    full[0].shrink(ByteSize::mib(1));
-    let unread = open();
+    let mut full = bed.fill();
+    full.shrink(ByteSize::mib(1));
+    let mut unread = open(false);
+    assert!(poll(&mut unread).is_pending());
     assert_eq!((bed.stats().waiting, bed.stats().held()), (1, 1), "no body is read yet");
-    drop(unread);
-    full.clear();
+    drop((unread, full));
     let body = Fed::default();
     body.arrives(1);
     body.ends();
     assert!(poll(&mut bed.upload_over_http2(layer.clone(), &body)).is_ready());
-    let before = bed.fill();
-    full.push(before);
-    full[0].shrink(ByteSize::mib(1));
-    let others = bed.reserved();
-    let unread = open();
-    assert_eq!((bed.stats().waiting, bed.reserved()), (0, others.saturating_add(CLAIM)));
-    let next = open();
-    assert_eq!((bed.stats().waiting, bed.stats().held()), (1, 2), "there is no room for a window");
-    drop((unread, next));
+    let mut full = bed.fill();
+    full.shrink(ByteSize::mib(1));
+    assert_eq!(poll(&mut open(true)), Poll::Ready(StatusCode::OK), "it needs no claim");
+    let [mut unread, mut late] = [open(false), open(false)];
+    for call in [&mut unread, &mut late] {
+        assert!(poll(call).is_pending());
+        assert!(poll(call).is_pending());
+    }
+    let seen = (bed.stats().waiting, bed.stats().held(), worked.load(Ordering::Relaxed));
+    assert_eq!(seen, (2, 3, 0));
+    assert!(bed.reserved().saturating_sub(full.cost().host) < ByteSize::mib(1));
+    full.shrink(CLAIM);
+    assert!(poll(&mut unread).is_pending());
+    assert_eq!((bed.stats().waiting, worked.load(Ordering::Relaxed)), (1, 1));
+    advance_until(&bed.clock, TICK, "its deadline", || bed.stats().waiting == 0);
+    assert_eq!(poll(&mut late), Poll::Ready(StatusCode::SERVICE_UNAVAILABLE));
+    drop((unread, late, full));
+    assert_eq!((bed.reserved(), bed.stats().held()), (ByteSize::ZERO, 0));
+}
+
+/// The bug: while it was suspended, a client that sent nothing kept its place forever.
+#[test]
+fn a_suspended_request_whose_client_sends_nothing_ends_by_its_rate() {
+    let bed = Bed::new();
+    let layer = bed.layer().with_min_data_rate(ByteSize::kib(16), Duration::from_secs(1));
+    let body = Fed::default();
+    body.arrives(1);
+    let mut slow = bed.upload_to(layer, &body);
+    assert!(poll(&mut slow).is_pending());
+    let full = bed.suspend_one();
+    let mut answer = None;
+    advance_until(&bed.clock, TICK * 10, "its end", || {
+        if answer.is_none()
+            && let Poll::Ready(ended) = poll(&mut slow)
+        {
+            answer = Some(ended.status());
+        }
+        answer.is_some()
+    });
+    assert_eq!(answer, Some(StatusCode::REQUEST_TIMEOUT));
+    drop((slow, full));
 }
 
 /// The bug: one that had not started was not rejected at a level at which new ones are.

@@ -159,7 +159,23 @@ fn answers_of_a_route_in_which_one_grew_late_keep_their_claims() {
     drop((held, late));
     let next = bed.open_for_long(&layer);
     assert!(bed.reserved() >= CLAIM, "{}", bed.reserved());
+    bed.pass(Duration::from_secs(60));
+    assert!(bed.reserved() <= KEPT, "one that lasts for a minute is a stream all the same");
     drop(next);
+}
+
+/// The bug: what the handler of a stream had reserved in advance was released at the next report.
+#[test]
+fn what_a_stream_reserves_in_advance_stays_reserved() {
+    let bed = Bed::new();
+    let stream = bed.open_for_long(&layer(&bed));
+    stream.permit.grow(ByteSize::mib(8)).expect("there is room");
+    let held = stream.permit.measure(|| vec![1_u8; 1 << 20]);
+    assert!(bed.reserved() >= ByteSize::mib(8), "{}", bed.reserved());
+    stream.permit.shrink(ByteSize::mib(8));
+    drop(stream.permit.measure(|| vec![1_u8; 1 << 20]));
+    assert!(bed.reserved() <= ByteSize::mib(3), "{}", bed.reserved());
+    drop((held, stream));
 }
 
 #[test]

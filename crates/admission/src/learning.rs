@@ -431,11 +431,10 @@ impl Compared {
             return Ok(None);
         }
         let entered = clock.now();
-        let unused = Some((slow_start.since, slow_start.failed));
         slow_start.enter(first, entered)?;
         let (slow_start, clock) = (Arc::clone(&self.need.slow_start), Arc::clone(clock));
-        let (succeeded, has_left) = (false, false);
-        let slot = SlowStartPermit { slow_start, clock, entered, unused, succeeded, has_left };
+        let (has_begun, succeeded, has_left) = (false, false, false);
+        let slot = SlowStartPermit { slow_start, clock, entered, has_begun, succeeded, has_left };
         Ok(Some(Box::new(slot)))
     }
 }
@@ -503,15 +502,19 @@ impl SlowStart {
         self.succeeded >= self.successes
     }
 
-    /// Lets one more request run if the limit allows it, or returns how many run. `first` is the
-    /// limit at the start. [`SlowStart::leave`] ends the request.
-    fn enter(&mut self, first: u32, now: Moment) -> Result<(), u32> {
+    /// Returns the time since which requests have run without a break, if one begins now beside so
+    /// many others.
+    fn since(&self, others: u32, now: Moment) -> Moment {
         // A client that reconnects at once after each failure makes no break.
-        let is_break = self.failed.take().is_some_and(|failed| now - failed >= STEP);
-        if is_break && self.running == 0 {
-            self.since = None;
-        }
-        let since = *self.since.get_or_insert(now);
+        let is_break = others == 0 && self.failed.is_some_and(|failed| now - failed >= STEP);
+        self.since.filter(|_| !is_break).unwrap_or(now)
+    }
+
+    /// Lets one more request run if the limit allows it, or returns how many run. `first` is the
+    /// limit at the start. [`SlowStart::begin`] begins the request, and [`SlowStart::leave`] or
+    /// [`SlowStart::cancel`] ends it.
+    fn enter(&mut self, first: u32, now: Moment) -> Result<(), u32> {
+        let since = self.since(self.running, now);
         let steps = self.arrived.map_or(0, |at| steps(now, at, STEP));
         let steps = steps.max(self::steps(now, since, STEP * ARRIVING));
         let steps = if self.working > 0 { 0 } else { steps };
@@ -536,19 +539,28 @@ impl SlowStart {
         self.running = self.running.saturating_sub(1);
         self.succeeded = self.succeeded.saturating_add(u32::from(succeeded));
         if self.running == 0 {
-            self.arrived = None;
-            self.failed = (!succeeded && now - entered >= LASTS).then_some(now);
-            self.since = self.since.filter(|_| self.failed.is_some());
+            self.end((!succeeded && now - entered >= LASTS).then_some(now));
         }
     }
 
-    /// Ends a request that never ran: it is no break, and no failure. `before` is what
-    /// [`SlowStart::enter`] replaced: `since` and `failed`.
-    fn cancel(&mut self, before: (Option<Moment>, Option<Moment>)) {
+    /// Begins a request that entered then.
+    fn begin(&mut self, entered: Moment) {
+        self.since = Some(self.since(self.running.saturating_sub(1), entered));
+        self.failed = None;
+    }
+
+    /// Ends a request that did not begin: it is no break, and no failure.
+    fn cancel(&mut self) {
         self.running = self.running.saturating_sub(1);
         if self.running == 0 {
-            (self.since, self.failed) = before;
+            self.end(self.failed);
         }
+    }
+
+    /// Records that none runs any more, and since when if the last one failed.
+    fn end(&mut self, failed: Option<Moment>) {
+        (self.arrived, self.failed) = (None, failed);
+        self.since = self.since.filter(|_| failed.is_some());
     }
 }
 
@@ -565,8 +577,7 @@ pub struct SlowStartPermit {
     slow_start: Arc<Mutex<SlowStart>>,
     clock: Arc<dyn Clock>,
     entered: Moment,
-    /// What it replaced when it entered; `None` once its request runs.
-    unused: Option<(Option<Moment>, Option<Moment>)>,
+    has_begun: bool,
     /// `true` if its handler succeeded.
     pub succeeded: bool,
     has_left: bool,
@@ -575,7 +586,8 @@ pub struct SlowStartPermit {
 impl SlowStartPermit {
     /// Records that its request runs. Dropped before that, it leaves no trace.
     pub fn begin(&mut self) {
-        self.unused = None;
+        self.has_begun = true;
+        lock(&self.slow_start).begin(self.entered);
     }
 
     /// Records that its body has arrived.
@@ -603,9 +615,10 @@ impl SlowStartPermit {
 
 impl Drop for SlowStartPermit {
     fn drop(&mut self) {
-        match self.unused {
-            Some(before) => lock(&self.slow_start).cancel(before),
-            None => self.leave(),
+        if self.has_begun {
+            self.leave();
+        } else {
+            lock(&self.slow_start).cancel();
         }
     }
 }
@@ -777,9 +790,16 @@ mod slow_start_tests {
 
     use super::*;
 
+    /// Enters and begins.
+    fn begin(route: &mut SlowStart, first: u32, now: Moment) -> Result<(), u32> {
+        route.enter(first, now)?;
+        route.begin(now);
+        Ok(())
+    }
+
     /// Enters until rejected, at most 1000 times. Returns the number of requests that entered.
     fn fill(route: &mut SlowStart, now: Moment) -> u32 {
-        let entered = (0..1000).take_while(|_| route.enter(1, now).is_ok()).count();
+        let entered = (0..1000).take_while(|_| begin(route, 1, now).is_ok()).count();
         u32::try_from(entered).expect("at most 1000")
     }
 
@@ -789,8 +809,8 @@ mod slow_start_tests {
         let now = Moment::ORIGIN;
         for generation in [1, 2, 4] {
             assert_eq!(fill(&mut route, now), generation);
-            assert_eq!(route.enter(1, now), Err(generation));
-            assert_eq!(route.enter(2, now), Ok(()), "one that needs half as much");
+            assert_eq!(begin(&mut route, 1, now), Err(generation));
+            assert_eq!(begin(&mut route, 2, now), Ok(()), "one that needs half as much");
             leave(&mut route, false);
             (0..generation).for_each(|_| leave(&mut route, true));
         }
@@ -813,7 +833,7 @@ mod slow_start_tests {
         let mut route = SlowStart::new(8);
         let mut now = Moment::ORIGIN;
         let mut waited = 0;
-        while route.enter(1, now) == Ok(()) && route.enter(1, now).is_err() {
+        while begin(&mut route, 1, now) == Ok(()) && begin(&mut route, 1, now).is_err() {
             let entered = now;
             now = now + 7 * LASTS;
             waited += 7;
@@ -825,8 +845,8 @@ mod slow_start_tests {
         let mut route = SlowStart::new(8);
         for second in 0..20 {
             let now = Moment::ORIGIN + second * LASTS;
-            assert_eq!(route.enter(1, now), Ok(()));
-            assert_eq!(route.enter(1, now), Err(1), "a break, or a quick failure");
+            assert_eq!(begin(&mut route, 1, now), Ok(()));
+            assert_eq!(begin(&mut route, 1, now), Err(1), "a break, or a quick failure");
             route.leave(false, now, now + LASTS / 2);
         }
     }
@@ -853,6 +873,18 @@ mod slow_start_tests {
             assert!(waited < 100, "{waited} s");
         }
         assert_eq!(waited, 14, "two may run after eight seconds");
+    }
+
+    /// The bug: the last one that had not begun brought back the time of requests long gone.
+    #[test]
+    fn requests_that_leave_before_they_ran_lift_no_limit_beside_others() {
+        let mut route = SlowStart::new(8);
+        let now = Moment::ORIGIN;
+        assert_eq!((begin(&mut route, 2, now), route.enter(2, now)), (Ok(()), Ok(())));
+        route.arrived = Some(now);
+        leave(&mut route, false);
+        route.cancel();
+        assert_eq!(fill(&mut route, now + 70 * LASTS), 1);
     }
 
     #[test]

@@ -31,6 +31,8 @@ use crate::sync::lock;
 use lowtide_admission::{Admission, AdmissionStats, Budget, Level, RejectReason};
 
 pub use requests::{ConnectionBody, ConnectionFuture, ConnectionService};
+#[cfg(all(feature = "axum", feature = "tokio"))]
+pub use tcp::ConnectionApp;
 #[cfg(feature = "tokio")]
 pub use tcp::{ConnectionListener, ConnectionStream};
 
@@ -47,6 +49,9 @@ const PACE: u32 = 4;
 /// The part of the allowance that is free once unread connections were closed. An estimate: enough
 /// for some small requests.
 const SPARE_PART: u64 = 128;
+/// The most tasks that wait for the end of a connection: more than there are, unless each wait is
+/// another task's.
+const WAKERS_MAX: usize = 8;
 /// The time between two looks for connections that hold memory.
 const TEND_EVERY: Duration = Duration::from_millis(100);
 
@@ -110,6 +115,8 @@ struct ConnectionTable {
     tend_at: Moment,
     /// Requests rejected for lack of room, at the last look.
     rejected: u64,
+    /// Connections that were closed and are not dropped yet.
+    closing: usize,
     /// Tasks that wait for a place.
     waiting: Vec<Waker>,
 }
@@ -231,7 +238,11 @@ impl ConnectionState {
             return Poll::Ready(());
         }
         if !wakers.iter().any(|waker| waker.will_wake(cx.waker())) {
+            // The oldest is one of a task that has ended, or comes again.
+            let oldest = (wakers.len() >= WAKERS_MAX).then(|| wakers.remove(0));
             wakers.push(cx.waker().clone());
+            drop(wakers);
+            oldest.into_iter().for_each(Waker::wake);
         }
         Poll::Pending
     }
@@ -312,6 +323,7 @@ impl Connections {
                 None => table.displace(most, now, grace)?,
             };
             displaced = Some(table.open.swap_remove(at));
+            table.closing += 1;
         }
         let state = Arc::new(ConnectionState::default());
         self.progress(&state);
@@ -350,12 +362,13 @@ impl Connections {
         };
         let mut times: Vec<_> = table.open.iter().filter(|state| is_stalled(state)).collect();
         times.sort_unstable_by_key(|state| state.moved());
-        let last = times.get(self.lacking(&stats).min(times.len()).saturating_sub(1));
-        let last = last.map(|state| state.moved());
+        let most = self.lacking(&stats).saturating_sub(table.closing).min(times.len());
+        let last = most.checked_sub(1).and_then(|last| times.get(last)).map(|state| state.moved());
         let longest = |state: &mut Arc<ConnectionState>| {
             is_stalled(state) && last.is_some_and(|last| state.moved() <= last)
         };
         let stalled: Vec<_> = table.open.extract_if(.., longest).collect();
+        table.closing += overdue.len() + stalled.len();
         let has_closed = !(overdue.is_empty() && stalled.is_empty());
         let waiting = if has_closed { std::mem::take(&mut table.waiting) } else { Vec::new() };
         drop(table);
@@ -428,7 +441,10 @@ impl Drop for Connection {
         OPEN.fetch_sub(1, Ordering::Relaxed);
         let mut table = lock(&self.connections.table);
         let at = table.open.iter().position(|state| Arc::ptr_eq(state, &self.state));
-        let Some(at) = at else { return };
+        let Some(at) = at else {
+            table.closing -= 1;
+            return;
+        };
         table.open.swap_remove(at);
         let waiting = std::mem::take(&mut table.waiting);
         drop(table);
