@@ -66,9 +66,9 @@ fn main() -> Result<(), BoxError> {
 
     println!("\nONNX Runtime in this process, for each session:");
     let cpus = memory.snapshot().cpus.whole().unwrap_or(1);
-    for setting in memory.config().profile.value.onnxruntime(cpus) {
-        let kind = if setting.is_entry { "SessionEntry" } else { "SessionOption" };
-        println!("  {kind} {} = {}", setting.key, setting.value);
+    for (name, value) in memory.config().profile.value.onnxruntime(cpus) {
+        let kind = if name.starts_with("session.") { "SessionEntry" } else { "SessionOption" };
+        println!("  {kind} {name} = {value}");
     }
     if served == 0 || shed == 0 || peak >= limit {
         return Err("expected some requests of both kinds, and a peak below the limit".into());

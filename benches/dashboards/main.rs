@@ -195,7 +195,6 @@ async fn soak(lasts: Duration) -> Result<bool, BoxError> {
     }
     let mut figures = Figures::default();
     figures.add("soak.requests", number(ANSWERED.load(Relaxed) as u64), "requests");
-    figures.add("soak.judged_rounds", number(judged.len() as u64), "rounds");
     figures.at_most("soak.drift", number(drifting), "series", 0.0);
     Ok(figures.print())
 }

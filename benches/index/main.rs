@@ -21,7 +21,7 @@ use common::callgrind;
 use common::figures::{Figures, median};
 use common::peers::{Bfc, CuArena, Extend, Offset, Peer};
 
-use crate::work::{MIX_LIVE, Mix, Nobody, Ours, POOL, SEEDS, Tlsf, virtual_load90};
+use crate::work::{MIX_LIVE, Mix, Nobody, Ours, POOL, SEEDS, Tlsf};
 
 /// Steps of the timed mix.
 const STEPS: usize = 1_000_000;
@@ -59,7 +59,6 @@ fn main() -> ExitCode {
         }
         instructions(&mut figures);
         failures(&mut figures);
-        virtual_memory(&mut figures);
         metadata(&mut figures);
         work::arena(&mut figures, cli.counted);
         Ok(figures.print())
@@ -71,8 +70,6 @@ fn times(figures: &mut Figures) {
     timed(figures, "", 50.0, || Ours::new(POOL));
     timed(figures, "peer.offset-allocator.", NO_GOAL, || Offset::new(POOL, BLOCKS_MAX));
     timed(figures, "peer.rlsf.", NO_GOAL, || Tlsf::new(POOL));
-    let nanos = work::beside_holes(&mut Ours::new(POOL));
-    figures.at_most("index.holes_8192.median_ns", nanos, "ns", 300.0);
 }
 
 fn timed<P: Peer>(figures: &mut Figures, prefix: &str, goal: f64, make: impl Fn() -> P) {
@@ -129,26 +126,6 @@ fn failures(figures: &mut Figures) {
             let name = format!("{prefix}index.load90.failures.seed{seed}");
             let goal = if prefix.is_empty() { 100.0 } else { NO_GOAL };
             figures.at_most(name, failures(seed), "failures", goal);
-        }
-    }
-}
-
-fn virtual_memory(figures: &mut Figures) {
-    for (ranges, name) in [(1, "together"), (2, "two_ranges")] {
-        let all = SEEDS.map(|seed| virtual_load90(ranges, seed));
-        for (at, (end, unit, goal)) in [
-            ("load90.failures", "failures", 0.0),
-            ("active_per_live.worst", "ratio", 1.03),
-            ("active_per_live.end", "ratio", NO_GOAL),
-            ("small_alone.live_mib", "MiB", NO_GOAL),
-            ("small_alone.active_mib", "MiB", NO_GOAL),
-        ]
-        .into_iter()
-        .enumerate()
-        {
-            let most = all.iter().map(|one| one[at]).fold(0.0, f64::max);
-            let goal = if ranges == 2 { goal } else { NO_GOAL };
-            figures.at_most(format!("index.virtual.{name}.{end}"), most, unit, goal);
         }
     }
 }

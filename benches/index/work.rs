@@ -17,7 +17,7 @@ use common::figures::{Figures, median};
 use common::peers::Peer;
 use lowtide_gpu::clock::ManualClock;
 use lowtide_gpu::decay::DecayTime;
-use lowtide_gpu::index::{BlockId, BlockIndex, End, Request, Span};
+use lowtide_gpu::index::{BlockId, BlockIndex, End, Request};
 use lowtide_gpu::{ArenaConfig, Buffer, ByteSize, DeviceArena, HostDriver, Region};
 
 use crate::chance::Chance;
@@ -122,22 +122,6 @@ pub(crate) fn pair<P: Peer>(peer: &mut P) -> f64 {
     median(&(0..200).map(|_| batch()).collect::<Vec<_>>())
 }
 
-/// Median nanoseconds of a request for 1000 KiB beside 8,192 holes of 520 KiB.
-pub(crate) fn beside_holes<P: Peer>(peer: &mut P) -> f64 {
-    let mut holes = Vec::new();
-    for _ in 0..8_192 {
-        holes.extend(peer.alloc(520 << 10));
-        let _ = peer.alloc(256);
-    }
-    holes.into_iter().for_each(|block| peer.free(block));
-    let mut timed = Timed { peer, clock: clock_nanos(), nanos: Vec::new() };
-    for _ in 0..2_001 {
-        let block = timed.alloc(1_000 << 10);
-        block.into_iter().for_each(|block| timed.peer.free(block));
-    }
-    median(&timed.nanos)
-}
-
 /// Failures of a mix at 90 % of the pool.
 pub(crate) fn load90<P: Peer>(mut peer: P, seed: u64) -> f64 {
     let mut mix = Mix::filled(&mut peer, seed, LOAD90_LIVE);
@@ -146,7 +130,7 @@ pub(crate) fn load90<P: Peer>(mut peer: P, seed: u64) -> f64 {
     mix.failures as f64
 }
 
-// The pools that are compared: the block index, alone and over virtual memory, and `rlsf`.
+// The pools that are compared: the block index and `rlsf`.
 //
 // Invariant: a pool outlives its blocks.
 
@@ -222,108 +206,6 @@ impl Peer for Nobody {
     fn free(&mut self, block: u64) {
         black_box(block);
     }
-}
-
-const GRANULE: u64 = 2 * MIB;
-const ADDRESSES: u64 = 512 * GIB;
-/// Below this a block is small. Half a granule.
-const SMALL_BELOW: u64 = MIB;
-
-/// Addresses in plenty, and the blocks that touch each granule of them.
-struct Range {
-    index: BlockIndex,
-    blocks: Vec<u32>,
-}
-
-impl Range {
-    fn new() -> Self {
-        let granules = usize::try_from(ADDRESSES / GRANULE).unwrap_or(0);
-        Self { index: BlockIndex::new(ADDRESSES), blocks: vec![0; granules] }
-    }
-
-    fn granules(span: Span) -> std::ops::Range<usize> {
-        let number = |at: u64| usize::try_from(at).unwrap_or(usize::MAX);
-        number(span.offset / GRANULE)..number(span.end().div_ceil(GRANULE))
-    }
-
-    /// Granules of a free place that no block touches. Only the first and the last can be touched.
-    fn opened(blocks: &[u32], place: Span) -> u64 {
-        let granules = Self::granules(place);
-        let last = granules.end - 1;
-        let shared = u64::from(blocks[granules.start] > 0)
-            + u64::from(last > granules.start && blocks[last] > 0);
-        granules.len() as u64 - shared
-    }
-}
-
-/// A model of what an arena does with the index, without driver and lock: one or two ranges under a
-/// limit on the granules that live blocks touch. A place costs the granules that it would be the
-/// first to touch.
-///
-/// Invariant: `live <= active <= limit`.
-pub(crate) struct Virtual {
-    /// All blocks; or large ones, and small ones.
-    ranges: Vec<Range>,
-    live: u64,
-    active: u64,
-    worst: f64,
-}
-
-impl Virtual {
-    fn active_per_live(&self) -> f64 {
-        (self.active * GRANULE) as f64 / self.live.max(1) as f64
-    }
-}
-
-impl Peer for Virtual {
-    /// The block, and its range.
-    type Handle = (BlockId, usize);
-
-    fn alloc(&mut self, bytes: u64) -> Option<Self::Handle> {
-        let at = if bytes < SMALL_BELOW { self.ranges.len() - 1 } else { 0 };
-        let Range { index, blocks } = &mut self.ranges[at];
-        let (id, span) = index.take(request(bytes), |place| Range::opened(blocks, place))?;
-        self.active += Range::opened(blocks, span);
-        Range::granules(span).for_each(|granule| blocks[granule] += 1);
-        self.live += span.size;
-        if self.active * GRANULE > POOL {
-            self.free((id, at));
-            return None;
-        }
-        if self.live > POOL / 2 {
-            self.worst = self.worst.max(self.active_per_live());
-        }
-        Some((id, at))
-    }
-
-    fn free(&mut self, (id, at): Self::Handle) {
-        let Range { index, blocks } = &mut self.ranges[at];
-        let span = index.release(id).unwrap_or(Span { offset: 0, size: 0 });
-        self.live -= span.size;
-        for granule in Range::granules(span) {
-            blocks[granule] -= 1;
-            self.active -= u64::from(blocks[granule] == 0);
-        }
-    }
-}
-
-/// The mix at 90 % of the limit, over so many ranges. Returns the failures; active for live, the
-/// most while more than half of the limit was live, and at the end; and, once everything but the
-/// small blocks is freed, their MiB and those that they keep active.
-pub(crate) fn virtual_load90(ranges: usize, seed: u64) -> [f64; 5] {
-    let ranges = (0..ranges).map(|_| Range::new()).collect();
-    let mut pool = Virtual { ranges, live: 0, active: 0, worst: 1.0 };
-    let mut mix = Mix::filled(&mut pool, seed, LOAD90_LIVE);
-    mix.failures = 0;
-    mix.play(&mut pool, LOAD90_STEPS);
-    let (failures, worst, end) = (mix.failures, pool.worst, pool.active_per_live());
-    for (id, range) in mix.slots.into_iter().flatten() {
-        let size = pool.ranges[range].index.span_of(id).map_or(0, |span| span.size);
-        if size >= SMALL_BELOW {
-            pool.free((id, range));
-        }
-    }
-    [failures as f64, worst, end, (pool.live / MIB) as f64, (pool.active * GRANULE / MIB) as f64]
 }
 
 // The whole arena through its public API, over the host driver: pairs, threads, virtual memory.

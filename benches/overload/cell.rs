@@ -64,6 +64,8 @@ pub(crate) struct Cell {
     /// Where lowtide's requests wait for room, since the proxy and the service admit in one ledger:
     /// `true` if in the proxy, for its model, and else in front of the service that holds bodies.
     pub(crate) waits_in_proxy: bool,
+    /// The service has streams, and is no proxy.
+    pub(crate) serves_streams: bool,
 }
 
 impl Cell {

@@ -26,6 +26,7 @@ mod load;
 #[allow(dead_code, reason = "the demonstration looks at its arena")]
 mod model;
 mod offer;
+mod streams;
 #[path = "../../examples/proxy/upstream.rs"]
 mod upstream;
 
@@ -102,6 +103,9 @@ struct Cli {
     /// 400 small requests at once, and the same with six at a time.
     #[arg(long)]
     burst: bool,
+    /// 400 streams whose clients stop reading.
+    #[arg(long)]
+    streams: bool,
     /// Three short runs of lowtide and one without admission, which has to die: under 90 seconds.
     #[arg(long)]
     ci: bool,
@@ -143,10 +147,13 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
         one_copy: cli.one_copy,
         envoy: cli.envoy.clone(),
         waits_in_proxy: false,
+        serves_streams: false,
     };
     let mut runner = Runner { base, figures: Figures::default(), lost: 0 };
     let held = if cli.burst {
         cell::burst(&runner.base, &mut runner.figures)?
+    } else if cli.streams {
+        streams::run(&runner.base, &mut runner.figures)?
     } else if cli.ci {
         runner.ci()?
     } else if let Some(runs) = cli.survive {
@@ -188,6 +195,9 @@ fn serve(settings: &str) -> Result<(), BoxError> {
         return Err(format!("Envoy ended: {}", envoy.child.wait()?).into());
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    if settings.serves_streams {
+        return runtime.block_on(streams::serve());
+    }
     let running = runtime.block_on(start(&settings))?;
     println!("{}", running.address);
     std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;

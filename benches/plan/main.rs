@@ -28,7 +28,7 @@ use common::process::kernel_value;
 use flate2::read::GzDecoder;
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::SystemClock;
-use lowtide_planner::{Demand, Heuristic, LifetimeEnds, Plan, PlanBudget, Planner, Problem};
+use lowtide_planner::{Demand, Heuristic, Plan, Planner, Problem};
 
 use crate::random::{Gaps, Kind};
 
@@ -131,9 +131,9 @@ fn read(file: &str) -> Problem {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/planner/tests/data/planning");
     let opened = File::open(folder.join(file)).expect("an instance of the project");
     let problem = if file.ends_with(".gz") {
-        Problem::read_csv(GzDecoder::new(opened), LifetimeEnds::AsNamed)
+        Problem::read_csv(GzDecoder::new(opened), false)
     } else {
-        Problem::read_csv(opened, LifetimeEnds::AsNamed)
+        Problem::read_csv(opened, false)
     };
     problem.expect("a file of its field")
 }
@@ -179,8 +179,7 @@ fn measure(
     if is_of_set {
         let clock = SystemClock::new();
         let time = Duration::from_millis(if cli.ci { 250 } else { 1_000 });
-        let budget = PlanBudget { time, nodes: u64::MAX };
-        let planner = Planner::new(&clock).budget(budget);
+        let planner = Planner::new(&clock).budget(time, u64::MAX);
         let mut planner = planner.segments_of(ByteSize::new(SEGMENT));
         let plan = planner.plan(problem).expect("no buffer has a fixed offset");
         let ggml = ByteSize::new(peers::ggml_segments(problem, SEGMENT)).as_f64();
@@ -222,8 +221,7 @@ fn least(figures: &mut Figures, name: &str, problem: &Problem, budget: Duration,
 
 fn solve(problem: &Problem, time: Duration, enough: u64) -> Plan {
     let clock = SystemClock::new();
-    let budget = PlanBudget { time, nodes: u64::MAX };
-    let mut planner = Planner::new(&clock).budget(budget).enough(ByteSize::new(enough));
+    let mut planner = Planner::new(&clock).budget(time, u64::MAX).enough(ByteSize::new(enough));
     planner.plan(problem).expect("an instance that has plans")
 }
 

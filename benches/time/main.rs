@@ -1,13 +1,11 @@
 //! Time: what an arena gives back as time passes, and what that costs in driver calls.
 //!
 //! Recorded allocations with pauses between the requests, over the host driver and a clock that the
-//! bench moves; what is left of a burst when nobody calls; and what scattered live blocks keep
-//! committed, before and after their neighbours are moved together; what streams cost, and what
-//! sleep and wake; and whether a refusal is ever false. What is counted is bytes, calls and virtual
-//! time, which do not depend on the machine.
+//! bench moves; what scattered live blocks keep committed, before and after their neighbours are
+//! moved together; what streams cost, and what sleep and wake; and whether a refusal is ever false.
+//! What is counted is bytes, calls and virtual time, which do not depend on the machine.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or a run failed.
-#![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
 #[path = "../index/chance.rs"]
 #[allow(dead_code, reason = "others use more of it")]
@@ -17,7 +15,6 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::thread;
 use std::time::Duration;
 
 use clap::Parser;
@@ -25,8 +22,7 @@ use common::figures::{Figures, count};
 use common::player::Player;
 use common::sim::Bed;
 use common::trace::{self, Trace};
-use lowtide::config::{DeviceChoice, Profile};
-use lowtide::{BoxError, ByteSize, Memory};
+use lowtide::{BoxError, ByteSize};
 use lowtide_cuda_sim::{Pattern, SimOptions};
 use lowtide_gpu::clock::{Clock, ManualClock, Moment};
 use lowtide_gpu::decay::DecayTime;
@@ -51,9 +47,7 @@ fn main() -> ExitCode {
         let traces = trace::own().map(|file| Trace::open(&file));
         let traces = traces.into_iter().collect::<Result<Vec<_>, _>>()?;
         pauses(&traces, &mut figures)?;
-        silence(&mut figures)?;
         fresh(&mut figures)?;
-        steady(&mut figures)?;
         sleep(&mut figures)?;
         refusals(&mut figures)?;
         scattered(&mut figures)?;
@@ -226,26 +220,16 @@ fn is_false(arena: &DeviceArena, region: Region, error: &DeviceError) -> Result<
     Ok(active.saturating_add(needed) <= limit || largest >= requested)
 }
 
-// Lanes, sleep and wake over the simulation of CUDA's driver: calls and bytes, which do not depend
-// on the machine; and how long a `Memory` takes to give everything idle back by itself.
+// Lanes, sleep and wake over the simulation of CUDA's driver. Work is never done by itself: who
+// needs memory that a stream may still work on gets it in the order of the device or not at all.
 
 /// Requests, each on a stream of its own.
 const REQUESTS: u64 = 1_000;
-/// Allocations on one lane.
-const STEADY: usize = 10_000;
-
-fn open_streams() -> Result<Bed, BoxError> {
-    let config = ArenaConfig { limit: ByteSize::gib(16), ..ArenaConfig::new("streams") };
-    Bed::open(SimOptions::default(), config)
-}
-
-// Lanes. Work is never done by itself: who needs memory that a stream may still work on gets it in
-// the order of the device or not at all.
 
 /// A stream for each request, which is destroyed while its work is queued.
 fn fresh(figures: &mut Figures) -> Result<(), BoxError> {
-    let bed = open_streams()?;
-    let mut after_two = ByteSize::ZERO;
+    let config = ArenaConfig { limit: ByteSize::gib(16), ..ArenaConfig::new("streams") };
+    let bed = Bed::open(SimOptions::default(), config)?;
     for request in 0..REQUESTS {
         let stream = bed.sim.stream_create()?;
         let lane = bed.lane(stream)?;
@@ -256,38 +240,9 @@ fn fresh(figures: &mut Figures) -> Result<(), BoxError> {
         }
         drop((lease, buffer, lane));
         bed.sim.stream_destroy(stream)?;
-        if request == 1 {
-            after_two = bed.arena.glance().committed;
-        }
     }
-    let growth = bed.arena.glance().committed.as_f64() - after_two.as_f64();
-    figures.at_most("streams.fresh.committed_growth_bytes", growth, "bytes", 0.0);
     bed.arena.close()?;
     figures.at_most("streams.unsafe_unmaps", count(bed.sim.unsafe_unmaps()), "unmaps", 0.0);
-    Ok(())
-}
-
-/// One lane that allocates what it freed, once it has committed what that takes.
-fn steady(figures: &mut Figures) -> Result<(), BoxError> {
-    let bed = open_streams()?;
-    let lane = bed.lane(bed.sim.stream_create()?)?;
-    let sizes: [usize; 8] = std::array::from_fn(|nth| 3 << (10 + 2 * nth));
-    let mut held = Vec::new();
-    for size in sizes {
-        held.push(lane.alloc::<u8>(size, Region::Dynamic)?);
-    }
-    let mut turns = |count: usize| -> Result<(), BoxError> {
-        for turn in 0..count {
-            let nth = turn % sizes.len();
-            held[nth] = lane.alloc(sizes[nth], Region::Dynamic)?;
-        }
-        Ok(())
-    };
-    turns(STEADY / 10)?; // commits what the old and the new block of a turn need
-    let before = bed.sim.calls_total();
-    turns(STEADY)?;
-    let calls = count(bed.sim.calls_total() - before) / count(STEADY as u64);
-    figures.at_most("streams.steady.driver_calls_per_allocation", calls, "calls", 0.0);
     Ok(())
 }
 
@@ -295,32 +250,13 @@ fn steady(figures: &mut Figures) -> Result<(), BoxError> {
 const TOTAL: usize = 10 << 30;
 
 /// Measures sleep and wake, all contents kept: each handle is unmapped and released, created,
-/// mapped and made accessible again, and its bytes are copied out and back. The number of blocks
-/// must add no calls if the handles are the same.
+/// mapped and made accessible again, and its bytes are copied out and back. Blocks have half to one
+/// and a half times their mean size.
 fn sleep(figures: &mut Figures) -> Result<(), BoxError> {
-    let default = ArenaConfig::new("sleep");
-    let (calls, handles) = cycle(BLOCKS, &default)?;
-    figures.at_most("sleep.driver_calls_per_handle", calls / handles, "calls", 1.2);
-    figures.at_most(
-        "sleep.driver_calls.large_blocks",
-        cycle(BLOCKS / 100, &default)?.0,
-        "calls",
-        1200.0,
-    );
-    // Large blocks have large handles, and so fewer calls: with equal handles only blocks differ.
-    let equal = ArenaConfig { handle_max: ByteSize::ZERO, ..default };
-    let blocks = cycle(BLOCKS, &equal)?.0 / cycle(BLOCKS / 100, &equal)?.0;
-    figures.at_most("sleep.driver_calls.100x_blocks_ratio", blocks, "ratio", 1.02);
-    Ok(())
-}
-
-/// Sleeps and wakes with so many blocks, of half to one and a half times their mean size. Returns
-/// the calls, and the handles before.
-fn cycle(blocks: usize, config: &ArenaConfig) -> Result<(f64, f64), BoxError> {
-    let bed = Bed::open(SimOptions::default(), config.clone())?;
-    let (mut chance, mean) = (Chance::new(42), TOTAL / blocks);
-    let mut held = Vec::with_capacity(blocks);
-    for nth in 0..blocks {
+    let bed = Bed::open(SimOptions::default(), ArenaConfig::new("sleep"))?;
+    let (mut chance, mean) = (Chance::new(42), TOTAL / BLOCKS);
+    let mut held = Vec::with_capacity(BLOCKS);
+    for nth in 0..BLOCKS {
         let size = mean / 2 + chance.below(mean);
         held.push(bed.arena.alloc::<u8>(size, Region::ALL[nth % 2])?);
     }
@@ -332,68 +268,8 @@ fn cycle(blocks: usize, config: &ArenaConfig) -> Result<(f64, f64), BoxError> {
         return Err(format!("{slept:?}, but {woken:?}").into());
     }
     bed.sim.assert_no_faults();
-    Ok((count(calls), count(handles as u64)))
-}
-
-const TICK: Duration = Duration::from_millis(50);
-/// The worker may have been told to act and not yet have begun: so long it gets to begin.
-const BREATH: Duration = Duration::from_micros(500);
-/// The longest real time that the threads may take to come back to the clock.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// Decay times after which it is given up.
-const PATIENCE_DECAYS: u32 = 20;
-
-/// Measures the decay times until everything idle is given back after a burst: the longest of the
-/// profiles. Nobody calls the arena after it: control thread and worker do what is done, on a clock
-/// that the bench moves by 50 ms at a time, once both threads wait for it.
-fn silence(figures: &mut Figures) -> Result<(), BoxError> {
-    let all = Profile::ALL.into_iter().map(decays_to_zero).collect::<Result<Vec<_>, _>>()?;
-    let worst = all.into_iter().fold(0.0, f64::max);
-    figures.at_most("decay.idle_to_zero.decays", worst, "decays", 2.0);
-    Ok(())
-}
-
-fn decays_to_zero(profile: Profile) -> Result<f64, BoxError> {
-    let clock = Arc::new(ManualClock::new());
-    let shared: Arc<dyn Clock> = clock.clone();
-    let builder = Memory::builder().clock(shared).profile(profile).device(DeviceChoice::Host);
-    let memory = builder.background_threads(0).start()?;
-    let arena = memory.devices().open_arena("burst")?;
-    let DecayTime::Within(decay) = memory.config().device_decay.value else {
-        return Err("the profile's decay time is no time".into());
-    };
-    burst(&arena)?;
-    let freed = clock.now();
-    while !arena.glance().idle.is_zero() || !arena.snapshot().cached.is_zero() {
-        if clock.now() - freed > decay * PATIENCE_DECAYS {
-            let glance = arena.glance();
-            return Err(format!("{}: idle memory stays: {glance:?}", profile.name()).into());
-        }
-        clock.advance(TICK);
-        if !clock.wait_for_waiters(2, PATIENCE) {
-            return Err("the threads of the memory do not wait".into());
-        }
-        thread::sleep(BREATH);
-    }
-    let (took, left) = (clock.now() - freed, arena.glance().committed);
-    if !left.is_zero() {
-        return Err(format!("nothing is live, and {left} stay").into());
-    }
-    if !memory.shutdown_blocking(PATIENCE).is_clean() {
-        return Err("an unclean end".into());
-    }
-    Ok(took.as_secs_f64() / decay.as_secs_f64())
-}
-
-/// Half a gibibyte in each region, in blocks of many sizes, some of them hot, at one moment: all
-/// of it was last used then.
-fn burst(arena: &DeviceArena) -> Result<(), DeviceError> {
-    for turn in 0..100 {
-        let blocks: Result<Vec<_>, _> = (0..24_usize)
-            .map(|nth| arena.alloc::<u8>((64 << 10) << (nth % 12), Region::ALL[turn % 2]))
-            .collect();
-        drop(blocks?);
-    }
+    let per_handle = count(calls) / count(handles as u64);
+    figures.at_most("sleep.driver_calls_per_handle", per_handle, "calls", 1.2);
     Ok(())
 }
 

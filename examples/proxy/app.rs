@@ -128,7 +128,7 @@ pub(crate) struct Running {
 
 impl Running {
     /// Serves for this long as before, and prepares clients for the end: each answer ends its
-    /// connection, and `/readyz` answers 503.
+    /// connection, and with a `Memory` `/readyz` answers 503.
     ///
     /// A connection that is closed while it is idle may be closed just as the client sends its next
     /// request, which is lost then. An answer with `Connection: close` tells the client in time.

@@ -5,19 +5,9 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::value::{Bounds, Spelled, by_name, part, spelled};
+use super::value::{Format, Spelled, by_name, spelled};
 use crate::device::Contents;
 use crate::device::driver::DeviceUuid;
-
-const SHARE: &str = "a number in [0, 1), or a percentage below 100%";
-
-pub(super) fn share(text: &str) -> Result<f64, &'static str> {
-    part(text).ok_or(SHARE)
-}
-
-pub(super) fn in_share(share: &f64) -> Bounds {
-    if (0.0..1.0).contains(share) { Ok(()) } else { Err(SHARE) }
-}
 
 spelled! {
     DeviceBackend: |backend| backend.to_string();
@@ -78,19 +68,21 @@ impl DeviceChoice {
     }
 }
 
-/// Reads a device, or a list of CUDA devices with the default one first.
-pub(super) fn list(text: &str) -> Result<Vec<DeviceChoice>, &'static str> {
-    if !text.contains(',') {
-        return Ok(vec![text.trim().parse()?]);
-    }
-    text.split(',').map(|text| text.trim().parse().map_err(|_| EXPECTED_IN_A_LIST)).collect()
-}
-
-/// Several devices are CUDA devices.
-pub(super) fn only_cuda(devices: &[DeviceChoice]) -> Bounds {
-    let is_list = devices.len() > 1 && !devices.iter().all(DeviceChoice::is_one_cuda_device);
-    if is_list || devices.is_empty() { Err(EXPECTED_IN_A_LIST) } else { Ok(()) }
-}
+/// A device, or a list of CUDA devices with the default one first.
+pub(super) const DEVICES: Format<Vec<DeviceChoice>> = Format {
+    expected: EXPECTED_IN_A_LIST,
+    parse: |text| {
+        if !text.contains(',') {
+            return Ok(vec![text.trim().parse()?]);
+        }
+        text.split(',').map(|text| text.trim().parse().map_err(|_| EXPECTED_IN_A_LIST)).collect()
+    },
+    accepts: |devices| match devices.as_slice() {
+        [] => false,
+        [_] => true,
+        list => list.iter().all(DeviceChoice::is_one_cuda_device),
+    },
+};
 
 impl FromStr for DeviceChoice {
     type Err = &'static str;
@@ -175,10 +167,7 @@ mod tests {
     #[test]
     fn a_list_names_cuda_devices_and_the_default_one_comes_first() {
         let (zero, one) = (DeviceChoice::CudaOrdinal(0), DeviceChoice::CudaOrdinal(1));
-        let read = |text: &str| {
-            let devices = list(text)?;
-            only_cuda(&devices).map(|()| devices)
-        };
+        let read = |text: &str| DEVICES.read(text);
         assert_eq!(read("cuda:1, cuda:0"), Ok(vec![one, zero]));
         assert_eq!(read("cuda:all"), Ok(vec![DeviceChoice::CudaAll]));
         for text in ["cuda:0,", ",cuda:0", "cuda:0,host", "cuda:all,cuda:0", "auto,cuda:0", "0,1"] {

@@ -15,7 +15,7 @@ use std::ffi::OsString;
 use super::error::{ConfigError, Fault};
 use super::settings::Settings;
 
-pub use super::settings::{VARIABLES, Variable};
+pub use super::settings::VARIABLES;
 
 /// The prefix of the variables' names.
 pub const PREFIX: &str = "LOWTIDE_";
@@ -38,8 +38,7 @@ pub(crate) fn read() -> Result<Settings, ConfigError> {
 #[expect(clippy::disallowed_methods, reason = "this is the one reader of the environment")]
 pub(crate) fn of_devices() -> Vec<&'static str> {
     let is_set = |name: &&str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
-    let names = VARIABLES.iter().map(|variable| variable.name);
-    names.filter(|name| name.starts_with(DEVICE)).filter(is_set).collect()
+    VARIABLES.iter().copied().filter(|name| name.starts_with(DEVICE)).filter(is_set).collect()
 }
 
 /// Returns a variable of another program, such as jemalloc. Invalid UTF-8 is replaced.
@@ -64,15 +63,15 @@ pub(crate) fn settings(
         if is_service_link(name) {
             continue;
         }
-        let Some(variable) = VARIABLES.iter().find(|variable| variable.name == name) else {
+        if !VARIABLES.contains(&name) {
             let unknown = format!("unknown variable {name}: {}", meant(name));
             faults.push(Fault::of_name(name, unknown));
             continue;
-        };
+        }
         let put = match value.to_str().map(str::trim) {
             Some("") => Ok(()),
-            Some(text) => (variable.put)(&mut settings, text),
-            None => Err("UTF-8 text".to_owned()),
+            Some(text) => settings.put(name, text),
+            None => Err("UTF-8 text"),
         };
         if let Err(expected) = put {
             faults.push(Fault::bad(name, &value.to_string_lossy(), expected));
@@ -98,16 +97,16 @@ fn is_service_link(name: &str) -> bool {
 
 /// The most similar known variable, or all of them.
 fn meant(name: &str) -> String {
-    let names = || VARIABLES.iter().map(|variable| variable.name);
     let tail = name.len().saturating_sub(PREFIX.len());
     let most = EDITS_MAX.min(tail / 2);
-    names()
+    VARIABLES
+        .iter()
         .filter(|known| known.len().abs_diff(name.len()) <= most)
         .map(|known| (edits(name, known), known))
         .min()
         .filter(|(edits, _)| *edits <= most)
         .map_or_else(
-            || format!("expected one of {}", names().collect::<Vec<_>>().join(", ")),
+            || format!("expected one of {}", VARIABLES.join(", ")),
             |(_, known)| format!("did you mean {known}?"),
         )
 }
@@ -215,7 +214,7 @@ mod tests {
     #[test]
     fn an_empty_variable_is_unset() {
         for text in ["", " ", "\t"] {
-            let empty = VARIABLES.iter().map(|variable| (variable.name, text));
+            let empty = VARIABLES.iter().map(|variable| (*variable, text));
             let found = given(&empty.collect::<Vec<_>>());
             assert_eq!(found, Ok(Settings::default()), "{text:?}");
         }
@@ -375,7 +374,7 @@ mod tests {
         for other in ["LOWTIDE_PORTS", "LOWTIDE_PORT_X", "LOWTIDE_SERVICE", "LOWTIDE_"] {
             assert!(given(&[(other, "1")]).is_err(), "{other}");
         }
-        let own = VARIABLES.iter().find(|variable| is_service_link(variable.name));
+        let own = VARIABLES.iter().find(|variable| is_service_link(variable));
         assert!(own.is_none(), "{own:?} would never be read");
     }
 

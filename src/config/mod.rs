@@ -27,7 +27,7 @@ pub use device::{DeviceBackend, DeviceChoice};
 pub(crate) use error::debug_is_message;
 pub use error::{ConfigError, Fault};
 pub use lowtide_admission::{AdmissionMode, ExhaustionPolicy};
-pub use profile::{OrtSetting, Profile};
+pub use profile::Profile;
 pub(crate) use settings::Settings;
 pub use settings::{Config, Resolved, Source};
 pub(crate) use settings::{setter, setters};

@@ -11,7 +11,6 @@
 //!
 //! Invariant: a profile differs from ONNX Runtime's defaults only in the listed settings.
 
-use std::borrow::Cow;
 use std::time::Duration;
 
 use super::value::by_name;
@@ -73,26 +72,16 @@ impl Profile {
 
 by_name!(Profile, "low-memory, balanced or throughput");
 
-/// A setting of ONNX Runtime.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct OrtSetting {
-    /// `true` for a configuration entry of a session (`AddSessionConfigEntry`,
-    /// `add_session_config_entry`); `false` for an attribute of `SessionOptions`, under its name in
-    /// the Python interface and in the `session_options` of a `genai_config.json`. In C that is a
-    /// function: `DisableCpuMemArena`, `DisableMemPattern`, `SetIntraOpNumThreads`,
-    /// `SetInterOpNumThreads`.
-    pub is_entry: bool,
-    /// The name of the setting.
-    pub key: &'static str,
-    /// The value, as text.
-    pub value: Cow<'static, str>,
-}
-
 impl Profile {
-    /// Returns the settings to apply to each ONNX Runtime session in this process. All other
-    /// settings keep ONNX Runtime's defaults. `cpus` is the CPU quota in whole CPUs
-    /// ([`Cpus::whole`](crate::admission::Cpus::whole)); 0 counts as 1.
+    /// Returns the settings to apply to each ONNX Runtime session in this process, each with its
+    /// value as text. All other settings keep ONNX Runtime's defaults. `cpus` is the CPU quota in
+    /// whole CPUs ([`Cpus::whole`](crate::admission::Cpus::whole)); 0 counts as 1.
+    ///
+    /// A name that begins with `session.` is that of a configuration entry of a session
+    /// (`AddSessionConfigEntry`, `add_session_config_entry`). The others are attributes of
+    /// `SessionOptions`, under their names in the Python interface and in the `session_options` of
+    /// a `genai_config.json`. In C those are functions: `DisableCpuMemArena`, `DisableMemPattern`,
+    /// `SetIntraOpNumThreads`, `SetInterOpNumThreads`.
     ///
     /// | key | where | low-memory | balanced | throughput |
     /// |---|---|---|---|---|
@@ -127,38 +116,36 @@ impl Profile {
     /// use lowtide::config::Profile;
     ///
     /// let settings = Profile::LowMemory.onnxruntime(4);
-    /// let arena = settings.iter().find(|setting| setting.key == "enable_cpu_mem_arena");
-    /// assert!(arena.is_some_and(|arena| arena.value == "false"));
-    /// for setting in &settings {
-    ///     let kind = if setting.is_entry { "entry" } else { "option" };
-    ///     println!("{kind} {} = {}", setting.key, setting.value);
+    /// assert!(settings.contains(&("enable_cpu_mem_arena", "false".to_owned())));
+    /// for (name, value) in &settings {
+    ///     let kind = if name.starts_with("session.") { "entry" } else { "option" };
+    ///     println!("{kind} {name} = {value}");
     /// }
     /// ```
     #[must_use]
-    pub fn onnxruntime(self, cpus: u32) -> Vec<OrtSetting> {
+    pub fn onnxruntime(self, cpus: u32) -> Vec<(&'static str, String)> {
         self.settings(cpus, heap::serves_c())
     }
 
     /// The same, if jemalloc serves C++ code or if it does not.
-    fn settings(self, cpus: u32, serves_cpp: bool) -> Vec<OrtSetting> {
-        let cpus = cpus.max(1);
+    fn settings(self, cpus: u32, serves_cpp: bool) -> Vec<(&'static str, String)> {
         let frees_at_once = match self {
             Self::LowMemory => true,
             Self::Balanced => serves_cpp,
             Self::Throughput => false,
         };
         let gives_back = matches!(self, Self::LowMemory | Self::Balanced);
-        let threads = if self == Self::LowMemory { 1 } else { cpus };
+        let threads = if self == Self::LowMemory { 1 } else { cpus.max(1) }.to_string();
         let rows = [
-            (frees_at_once, false, "enable_cpu_mem_arena", Cow::Borrowed("false")),
-            (frees_at_once, false, "enable_mem_pattern", "false".into()),
-            (true, true, "session.use_device_allocator_for_initializers", "1".into()),
-            (true, false, "intra_op_num_threads", threads.to_string().into()),
-            (true, false, "inter_op_num_threads", "1".into()),
-            (gives_back, true, "session.intra_op.allow_spinning", "0".into()),
+            (frees_at_once, "enable_cpu_mem_arena", "false"),
+            (frees_at_once, "enable_mem_pattern", "false"),
+            (true, "session.use_device_allocator_for_initializers", "1"),
+            (true, "intra_op_num_threads", &*threads),
+            (true, "inter_op_num_threads", "1"),
+            (gives_back, "session.intra_op.allow_spinning", "0"),
         ];
         let chosen = rows.into_iter().filter(|(holds, ..)| *holds);
-        chosen.map(|(_, is_entry, key, value)| OrtSetting { is_entry, key, value }).collect()
+        chosen.map(|(_, name, value)| (name, value.to_owned())).collect()
     }
 }
 
@@ -228,15 +215,15 @@ mod tests {
             for (profile, said) in Profile::ALL.into_iter().zip(&cells[2..]) {
                 let of = |serves_cpp| {
                     let settings = profile.settings(7, serves_cpp);
-                    settings.into_iter().find(|setting| setting.key == cells[0])
+                    settings.into_iter().find(|(name, _)| *name == cells[0])
                 };
                 let (found, without) = (of(true), of(false));
-                let place = match found.as_ref().map(|setting| setting.is_entry) {
+                let place = match found.as_ref().map(|(name, _)| name.starts_with("session.")) {
                     Some(true) => "session entry",
                     Some(false) => "session option",
                     None => cells[1],
                 };
-                let value = match found.as_ref().map(|setting| &*setting.value) {
+                let value = match found.as_ref().map(|(_, value)| &**value) {
                     Some("7") => "the CPUs".to_owned(),
                     Some(value) if without.is_none() => format!("{value} with `interpose"),
                     Some(value) => value.to_owned(),
@@ -255,7 +242,7 @@ mod tests {
     fn balanced_keeps_the_arena_of_onnx_runtime_unless_jemalloc_serves_cpp() {
         let keys = |profile: Profile, serves_cpp| {
             let settings = profile.settings(2, serves_cpp);
-            settings.iter().filter(|setting| setting.key.contains("_mem_")).count()
+            settings.iter().filter(|(name, _)| name.contains("_mem_")).count()
         };
         assert_eq!([keys(Profile::Balanced, false), keys(Profile::Balanced, true)], [0, 2]);
         for serves_cpp in [false, true] {
@@ -267,7 +254,7 @@ mod tests {
     #[test]
     fn there_is_a_thread_even_where_no_cpu_was_counted() {
         for setting in Profile::ALL.into_iter().flat_map(|profile| profile.onnxruntime(0)) {
-            assert_ne!((setting.key, &*setting.value), ("intra_op_num_threads", "0"));
+            assert_ne!(setting, ("intra_op_num_threads", "0".to_owned()));
         }
     }
 }

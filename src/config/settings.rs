@@ -1,4 +1,4 @@
-//! The table of settings: for each its type, default, variable, meaning, parser and bounds.
+//! The table of settings: for each its type, default, variable, meaning and format.
 //!
 //! From it come the values that were set (`Settings`), those in force ([`Config`]), the
 //! `LOWTIDE_*` variables, the setters of [`Builder`](crate::memory::Builder) and
@@ -22,20 +22,7 @@ use crate::metrics::MetricsTier;
 use lowtide_admission::{AdmissionMode, ExhaustionPolicy, K_START, PurgeGrowth};
 
 #[cfg(feature = "device")]
-use super::device::{DeviceBackend, DeviceChoice, in_share, list, only_cuda, share};
-
-/// An environment variable.
-#[derive(Clone, Copy, Debug)]
-pub struct Variable {
-    /// The full name.
-    pub name: &'static str,
-    /// Its accepted values and meaning, in one line.
-    pub help: &'static str,
-    pub(super) put: Put,
-}
-
-/// Parses a text into the settings, or returns the description of the accepted values.
-type Put = fn(&mut Settings, &str) -> Result<(), String>;
+use super::device::{DEVICES, DeviceBackend, DeviceChoice};
 
 lowtide_core::named_enum! {
     /// The source of a value.
@@ -83,19 +70,16 @@ fn pick<T: Clone>(environment: &Option<T>, code: &Option<T>, default: Resolved<T
     picked.unwrap_or(default)
 }
 
-fn put<T>(
-    place: &mut Option<T>,
-    parsed: Result<T, impl ToString>,
-    bounds: fn(&T) -> Bounds,
-) -> Result<(), String> {
-    let value = parsed.map_err(|expected| expected.to_string())?;
-    bounds(&value)?;
-    *place = Some(value);
-    Ok(())
-}
-
-/// Defines a setter, if the setting has one.
+/// Defines a setter, if the setting has one: of its type, or of what becomes its value.
 macro_rules! setter {
+    ([$($on:meta)?] [$(#[$doc:meta])*] [$setter:ident $value:ty] $kind:ty) => {
+        $(#[$doc])*
+        #[must_use]
+        pub fn $setter(mut self, value: $value) -> Self {
+            self.code.$setter = Some(Some(value.into()));
+            self
+        }
+    };
     ([$($on:meta)?] [$(#[$doc:meta])*] [] $kind:ty) => {};
     ([$($on:meta)?] [$(#[$doc:meta])*] [$setter:ident] $kind:ty) => {
         $(#[$on])?
@@ -112,8 +96,8 @@ pub(crate) use setter;
 macro_rules! settings {
     ($(
         $([$on:meta])? $(#[$doc:meta])*
-        $name:ident $(as $setter:ident)?: $kind:ty = $from:ident($default:expr),
-        $variable:literal: $help:literal, $parse:expr, $bounds:expr;
+        $name:ident $(as $setter:ident $(($value:ty))?)?: $kind:ty = $from:ident($default:expr),
+        $variable:literal: $help:literal, $format:expr;
     )*) => {
         /// Settings as given in code or in the environment, each valid.
         #[derive(Clone, Debug, Default, PartialEq)]
@@ -126,12 +110,27 @@ macro_rules! settings {
             fn check(&self) -> Result<(), ConfigError> {
                 let mut faults = Vec::new();
                 $($(#[$on])? if let Some(value) = &self.$name {
-                    let bounds: fn(&$kind) -> Bounds = $bounds;
-                    if let Err(expected) = bounds(value) {
+                    if let Err(expected) = Format::<$kind>::check(&$format, value) {
                         faults.push(Fault::bad(stringify!($name), &value.spelled(), expected));
                     }
                 })*
                 ConfigError::check(faults)
+            }
+
+            /// Parses the text of a variable. An unknown variable changes nothing.
+            ///
+            /// # Errors
+            /// The accepted values, as a phrase to follow the word "expected".
+            pub(super) fn put(&mut self, variable: &str, text: &str) -> Result<(), &'static str> {
+                match variable {
+                    $($variable => {
+                        $(#[$on])? {
+                            self.$name = Some(Format::<$kind>::read(&$format, text)?);
+                        }
+                    })*
+                    _ => {}
+                }
+                Ok(())
             }
         }
 
@@ -172,20 +171,12 @@ macro_rules! settings {
 
         /// Every variable that this crate reads. An empty value counts as unset. Those that begin
         /// with `LOWTIDE_DEVICE` need the feature `device`.
-        pub const VARIABLES: &[Variable] = &[$(Variable {
-            name: $variable,
-            help: $help,
-            put: |settings, text| {
-                let _ = (&settings, text);
-                $(#[$on])? put(&mut settings.$name, $parse(text), $bounds)?;
-                Ok(())
-            },
-        }),*];
+        pub const VARIABLES: &[&str] = &[$($variable),*];
 
         /// Defines the setters of `Builder`.
         macro_rules! setters {
             () => {
-                $($crate::config::setter!([$($on)?] [$(#[$doc])*] [$($setter)?] $kind);)*
+                $($crate::config::setter!([$($on)?] [$(#[$doc])*] [$($setter $($value)?)?] $kind);)*
             };
         }
         pub(crate) use setters;
@@ -196,11 +187,13 @@ settings! {
     /// Sets the profile, which gives the defaults of other settings. Default: balanced.
     profile as profile: Profile = fixed(Profile::default()),
         "LOWTIDE_PROFILE": "low-memory, balanced or throughput: the defaults of the other settings",
-        str::parse, any;
-    memory_limit: Option<ByteSize> = fixed(None),
+        Format::of(str::parse);
+    /// Sets the limit of host memory. Default: the cgroup's limit, or the machine's memory. A
+    /// configured limit can lower that, but not raise it.
+    memory_limit as memory_limit(ByteSize): Option<ByteSize> = fixed(None),
         "LOWTIDE_MEMORY_LIMIT": "limit of host memory, e.g. 512m (binary units, as in Docker) or \
         1.5GiB; unset: the limit of the cgroup or the machine",
-        |text| size(text).map(Some), |size| size.as_ref().map_or(Ok(()), above_zero);
+        SIZE_IF_ANY;
     /// Sets the share of the limit up to which requests are admitted, in (0, 1]. By default it
     /// starts at 0.80 and rises to at most 0.93 while the measured growth allows it; a share
     /// that is set stays.
@@ -208,7 +201,7 @@ settings! {
     ceiling as ceiling: f64 = fixed(0.80),
         "LOWTIDE_CEILING": "share of the limit up to which requests are admitted: 0.8 or 80%; \
         above 0, at most 1; unset: 0.8, rising to 0.93 while measured growth allows it",
-        ratio, in_ratio;
+        RATIO;
     /// Sets the bytes that a request is assumed to need per estimated byte until that is
     /// measured, in [1, 5]. Default: 2, which is safe for estimates of half the true size. Set
     /// 1 if estimates are known to be exact; then nothing that fits is rejected in the first
@@ -216,7 +209,7 @@ settings! {
     correction_factor as correction_factor: f64 = fixed(K_START),
         "LOWTIDE_CORRECTION_FACTOR": "memory that a request is assumed to need per estimated byte \
         until that is measured: 1 if estimates are exact, at most 5",
-        factor, in_factor;
+        FACTOR;
     /// Sets whether requests wait, are rejected and cancelled, or only what would happen to them is
     /// counted. Default: [`AdmissionMode::Enforce`]. [`Admission::set_mode`] and the admin command
     /// `admission` change it at run time.
@@ -225,19 +218,19 @@ settings! {
     admission_mode as admission_mode: AdmissionMode = fixed(AdmissionMode::Enforce),
         "LOWTIDE_ADMISSION": "enforce, or observe: admit every request, and count those that would \
         have waited or been rejected",
-        str::parse, any;
+        Format::of(str::parse);
     [cfg(feature = "device")]
     devices: Vec<DeviceChoice> = fixed(vec![DeviceChoice::Auto]),
         "LOWTIDE_DEVICE": "auto, cuda, cuda:1 (a number), cuda:GPU-... or cuda:MIG-... (a UUID), \
         cuda:all, a list such as cuda:0,cuda:1 (the default device first), host or none: where \
         device arenas allocate",
-        list, |devices| only_cuda(devices);
+        DEVICES;
     [cfg(feature = "device")]
     /// Sets the way in which CUDA memory is allocated. Default: the first that works.
     device_backend as device_backend: DeviceBackend = fixed(DeviceBackend::Auto),
         "LOWTIDE_DEVICE_BACKEND": "auto, virtual-memory, pool, plain or managed: how CUDA memory \
         is allocated",
-        str::parse, any;
+        Format::of(str::parse);
     [cfg(feature = "device")]
     /// Sets the limit of device memory for each arena, and of the budget of each device.
     /// Default: none. The ceiling of a budget is this times [`Builder::ceiling`]; until the
@@ -246,7 +239,7 @@ settings! {
     device_limit as device_limit: ByteSize = fixed(ByteSize::MAX),
         "LOWTIDE_DEVICE_LIMIT": "limit of device memory for each arena and for the budget of each \
         device, e.g. 8g; unset: no limit",
-        size, above_zero;
+        SIZE;
     [cfg(feature = "device")]
     /// Sets the share of the device's memory, in [0, 1), to keep free for its other users.
     /// Default: 0.05; 0 for none. If less is free, idle memory of our arenas is released before
@@ -258,7 +251,7 @@ settings! {
     device_watermark as device_watermark: f64 = fixed(0.05),
         "LOWTIDE_DEVICE_WATERMARK": "share of the device's memory to keep free for its other \
         users: 0.05, 5%, or 0 for none",
-        share, in_share;
+        SHARE;
     [cfg(feature = "device")]
     /// Sets the time after which idle device memory is released. Default: 1 s, 5 s or 30 s, by
     /// profile.
@@ -267,7 +260,7 @@ settings! {
         by_profile([1_000, 5_000, 30_000].map(DecayTime::from_millis)),
         "LOWTIDE_DEVICE_DECAY": "time after which idle device memory is released: a time such as \
         5s, 0 or never",
-        decay_time, any;
+        DECAY;
     [cfg(feature = "device")]
     /// Sets the time without a lease after which a device arena goes to sleep, `None` for
     /// never. Default: never. See [`DeviceArena::sleep`](crate::device::DeviceArena::sleep) for
@@ -275,28 +268,28 @@ settings! {
     device_sleep_after as device_sleep_after: Option<Duration> = fixed(None),
         "LOWTIDE_DEVICE_SLEEP_AFTER": "time without a lease after which a device arena goes to \
         sleep: a time such as 10m, or never",
-        time_or_never, in_time_or_never;
+        TIME_OR_NEVER;
     [cfg(feature = "device")]
     /// Sets the minimum time that a device arena stays awake after it was opened or woken.
     /// Default: 0.
     device_min_awake as device_min_awake: Duration = fixed(Duration::ZERO),
         "LOWTIDE_DEVICE_MIN_AWAKE": "minimum time that a device arena stays awake after it was \
         opened or woken: a time such as 1m, or 0",
-        time_or_zero, any;
+        TIME_OR_ZERO;
     [cfg(feature = "device")]
     /// Sets the treatment of the stable region's contents when an idle arena goes to sleep.
     /// Default: keep.
     device_sleep_stable as device_sleep_stable: Contents = fixed(Contents::default()),
         "LOWTIDE_DEVICE_SLEEP_STABLE": "keep (in host memory), discard or stay (in device memory): \
         contents of stable regions in a sleep",
-        str::parse, any;
+        Format::of(str::parse);
     [cfg(feature = "device")]
     /// Sets the treatment of the dynamic region's contents when an idle arena goes to sleep.
     /// Default: keep.
     device_sleep_dynamic as device_sleep_dynamic: Contents = fixed(Contents::default()),
         "LOWTIDE_DEVICE_SLEEP_DYNAMIC": "keep (in host memory), discard or stay (in device \
         memory): contents of dynamic regions in a sleep",
-        str::parse, any;
+        Format::of(str::parse);
     /// Sets the time for which jemalloc keeps dirty pages. Default: 1 s, 1 s or 10 s, by
     /// profile.
     // One second costs nothing measurable against ten and returns memory ten times as fast; zero
@@ -305,13 +298,13 @@ settings! {
         by_profile([1_000, 1_000, 10_000].map(DecayTime::from_millis)),
         "LOWTIDE_HEAP_DECAY": "time for which jemalloc keeps dirty pages: a time such as 1s, 0 or \
         never",
-        decay_time, any;
+        DECAY;
     /// Sets the maximum number of jemalloc's background threads, 0 for none. Default: 1, 2 or
     /// 4, by profile.
     // An estimate: two suffice for the default arenas.
     background_threads as background_threads: u32 = by_profile([1, 2, 4]),
         "LOWTIDE_BACKGROUND_THREADS": "maximum number of jemalloc's background threads; 0 for none",
-        whole, any;
+        WHOLE;
     /// Sets the time between heap purges of a busy service. With `None` neither time nor growth
     /// starts a purge; pressure, idleness, loads and unloads still do. Default: 10 s, 30 s or
     /// `None`, by profile.
@@ -319,39 +312,46 @@ settings! {
         by_profile([Some(10), Some(30), None].map(|time| time.map(Duration::from_secs))),
         "LOWTIDE_PURGE_INTERVAL": "time between purges of the heap of a busy service: a time such \
         as 30s, or never",
-        time_or_never, in_time_or_never;
+        TIME_OR_NEVER;
     /// Sets the idle time after which resources without their own setting are unloaded;
     /// [`Duration::MAX`](Duration::MAX) for never. Default: 60 s, 300 s or 900 s, by profile.
     idle_unload as idle_unload: Duration = by_profile([60, 300, 900].map(Duration::from_secs)),
         "LOWTIDE_IDLE_UNLOAD": "idle time after which a resource without its own setting is \
         unloaded: a time such as 5m, or never",
-        time_or_max, in_time_or_max;
+        TIME_OR_MAX;
     /// Sets the longest time that a request waits for room behind a layer of
     /// `Memory::layer` without its own setting; zero to reject immediately. Default: 2 s.
     max_wait as max_wait: Duration = fixed(Config::MAX_WAIT),
         "LOWTIDE_MAX_WAIT": "longest time that a request waits for room behind a layer without its \
         own setting: a time such as 2s, or 0",
-        time_or_zero, any;
+        TIME_OR_ZERO;
     /// Sets the time between publications of metrics. Default: 1 s.
     metrics_interval as metrics_interval: Duration = fixed(Duration::from_secs(1)),
         "LOWTIDE_METRICS_INTERVAL": "time between publications of metrics, e.g. 1s",
-        time, in_time;
+        TIME;
     /// Sets which metrics are published. Default: [`MetricsTier::Basic`], those that alerts and
     /// the main dashboards need.
     metrics as metrics: MetricsTier = fixed(MetricsTier::Basic),
         "LOWTIDE_METRICS": "basic or detail: the metrics that are published",
-        str::parse, any;
+        Format::of(str::parse);
     /// Sets whether the standard `process_*` metrics are published. Default: `true`. Set
     /// `false` if the application publishes them itself, for example through the crate
     /// `metrics-process`.
     process_metrics as process_metrics: bool = fixed(true),
         "LOWTIDE_PROCESS_METRICS": "on or off: whether the process_* metrics are published; off if \
         the application does",
-        on_or_off, any;
-    service_version: Option<String> = fixed(None),
+        ON_OR_OFF;
+    /// Sets the version of the service, 1 to 64 bytes without control characters: the label
+    /// `service_version` of `lowtide_build_info`, by which dashboards mark deployments. Default:
+    /// `unknown`.
+    ///
+    /// ```
+    /// let memory = lowtide::Memory::builder().service_version(env!("CARGO_PKG_VERSION"));
+    /// ```
+    service_version as service_version(impl Into<String>): Option<String> = fixed(None),
         "LOWTIDE_SERVICE_VERSION": "version of the service, a label of its metrics: 1 to 64 bytes \
         without control characters",
-        version, is_label;
+        VERSION;
     /// Sets the policy for memory that no request owns and that leaves no room for requests,
     /// such as a leak. Default: [`ExhaustionPolicy::Report`]. The others need a supervisor
     /// that restarts the process.
@@ -359,15 +359,29 @@ settings! {
         "LOWTIDE_EXHAUSTION_POLICY": "report, serve-one or exit: what follows if memory that no \
         request owns leaves no room for requests; serve-one:5m with a grace period, exit:1m with a \
         minimum uptime",
-        exhaustion_policy, any;
-    flight_recorder: Option<PathBuf> = fixed(None),
+        POLICY;
+    /// Records the last five minutes in this file, which survives a kill: samples, events, the
+    /// largest requests. The next start with the same path logs why this run ended, and
+    /// [`MemoryReport::last_exit`](crate::memory::MemoryReport::last_exit) and `/memory?with=last_exit`
+    /// have the recording. Default: nothing is recorded.
+    ///
+    /// The path must be absolute, and the file must be local and of its own for each process. It
+    /// takes 512 KiB, which are allocated at the start; a thread of its own writes it, once a
+    /// second and when memory moves fast. If it cannot be created, allocated or locked, or if the
+    /// path is that of something else, nothing is recorded and a diagnostic has the cause. After a
+    /// fork, the child holds the lock too until it ends or calls `exec`.
+    flight_recorder as flight_recorder(impl Into<PathBuf>): Option<PathBuf> = fixed(None),
         "LOWTIDE_FLIGHT_RECORDER": "absolute path of a file of 512 KiB that keeps the last five \
         minutes for the next start, or off",
-        path_or_off, absolute;
-    heap_profile_dir: Option<PathBuf> = fixed(None),
+        PATH;
+    /// Writes heap profiles to this folder when the service has settled, when memory grows, and
+    /// near the limit, if the heap profiler is active (feature `profiling`, `global_allocator!`
+    /// with `prof: true`). The path must be absolute, and a folder belongs to one instance. At most
+    /// 8 files of a run are kept, of some KiB to some 100 KiB each. Default: none are written.
+    heap_profile_dir as heap_profile_dir(impl Into<PathBuf>): Option<PathBuf> = fixed(None),
         "LOWTIDE_HEAP_PROFILE_DIR": "absolute path of a folder for heap profiles, written as \
         memory grows if the heap profiler is active, or off",
-        path_or_off, absolute;
+        PATH;
 }
 
 impl Config {
@@ -483,9 +497,9 @@ mod tests {
         for profile in Profile::ALL {
             let (config, mut again) = (default_of(profile), Settings::default());
             for (variable, (name, shown)) in VARIABLES.iter().zip(config.settings()) {
-                assert_eq!(variable.name, name);
+                assert_eq!(*variable, name);
                 if !shown.value.is_empty() {
-                    (variable.put)(&mut again, &shown.value).expect(name);
+                    again.put(name, &shown.value).expect(name);
                 }
             }
             let again = Config::resolve(&Settings::default(), &again).expect("valid");

@@ -4,7 +4,7 @@
 //!
 //! Invariant: a value that a variable can give, spelled and parsed again, is the same value.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use super::profile::Profile;
@@ -13,146 +13,129 @@ use crate::decay::DecayTime;
 use crate::metrics::MetricsTier;
 use lowtide_admission::{AdmissionMode, ExhaustionPolicy, K_MAX, K_MIN};
 
-/// `Err` with the accepted values if a value is out of bounds.
-pub(super) type Bounds = Result<(), &'static str>;
-
-const SIZE: &str = "an amount of memory above zero";
-const RATIO: &str = "a number in (0, 1], or a percentage up to 100%";
-const FACTOR: &str = "a number in [1, 5]";
-const TIME: &str = "a duration such as 500ms, 30s or 5m above zero";
-const TIME_OR_ZERO: &str = "a duration such as 500ms, 30s or 5m, or 0";
-const TIME_OR_NEVER: &str = "a duration such as 500ms, 30s or 5m above zero, or never";
-const DECAY: &str = "a duration such as 500ms, 30s or 5m, 0 or never";
-/// A relative path would depend on the folder in which the service is started.
-const PATH: &str = "an absolute path, or off";
-/// It is a label of a metric.
-const VERSION: &str = "1 to 64 bytes without control characters";
-
-fn demand(holds: bool, expected: &'static str) -> Bounds {
-    if holds { Ok(()) } else { Err(expected) }
+/// How a variable spells the values of a setting, and which it accepts.
+pub(super) struct Format<T> {
+    /// The accepted values, as a phrase to follow the word "expected".
+    pub(super) expected: &'static str,
+    pub(super) parse: fn(&str) -> Result<T, &'static str>,
+    pub(super) accepts: fn(&T) -> bool,
 }
 
-pub(super) const fn any<T>(_: &T) -> Bounds {
-    Ok(())
+impl<T> Format<T> {
+    /// Creates the format of a type of which every value is accepted.
+    pub(super) const fn of(parse: fn(&str) -> Result<T, &'static str>) -> Self {
+        Self { expected: "", parse, accepts: |_| true }
+    }
+
+    pub(super) fn read(&self, text: &str) -> Result<T, &'static str> {
+        let value = (self.parse)(text)?;
+        self.check(&value).map(|()| value)
+    }
+
+    /// Checks a value that did not pass the parser.
+    pub(super) fn check(&self, value: &T) -> Result<(), &'static str> {
+        if (self.accepts)(value) { Ok(()) } else { Err(self.expected) }
+    }
 }
 
-pub(super) fn size(text: &str) -> Result<ByteSize, &'static str> {
+/// Defines formats: the type, what is expected, the parser, and which values are accepted.
+macro_rules! formats {
+    ($($(#[$meta:meta])* $name:ident: $kind:ty = $expected:expr, $parse:expr, $accepts:expr;)*) => {
+        $($(#[$meta])* pub(super) const $name: Format<$kind> = Format {
+            expected: $expected,
+            parse: |text| {
+                let parse: fn(&str) -> Option<$kind> = $parse;
+                parse(text).ok_or($expected)
+            },
+            accepts: $accepts,
+        };)*
+    };
+}
+
+const NEVER: &str = "a duration such as 500ms, 30s or 5m above zero, or never";
+const ABOVE_ZERO: &str = "an amount of memory above zero";
+
+#[cfg(feature = "device")]
+pub(super) const SIZE: Format<ByteSize> =
+    Format { expected: ABOVE_ZERO, parse: size, accepts: |size| !size.is_zero() };
+pub(super) const SIZE_IF_ANY: Format<Option<ByteSize>> = Format {
+    expected: ABOVE_ZERO,
+    parse: |text| size(text).map(Some),
+    accepts: |size| *size != Some(ByteSize::ZERO),
+};
+
+formats! {
+    RATIO: f64 = "a number in (0, 1], or a percentage up to 100%", part,
+        |ratio| *ratio > 0.0 && *ratio <= 1.0;
+    #[cfg(feature = "device")]
+    SHARE: f64 = "a number in [0, 1), or a percentage below 100%", part,
+        |share| (0.0..1.0).contains(share);
+    FACTOR: f64 = "a number in [1, 5]", |text| text.parse().ok(),
+        |factor| (K_MIN..=K_MAX).contains(factor);
+    WHOLE: u32 = "a whole number from 0 to 4294967295", |text| text.parse().ok(), |_| true;
+    TIME: Duration = "a duration such as 500ms, 30s or 5m above zero", time, |time| !time.is_zero();
+    TIME_OR_ZERO: Duration = "a duration such as 500ms, 30s or 5m, or 0",
+        |text| if text == "0" { Some(Duration::ZERO) } else { time(text) }, |_| true;
+    // `never` is the longest time.
+    TIME_OR_MAX: Duration = NEVER,
+        |text| if text == "never" { Some(Duration::MAX) } else { time(text) },
+        |time| !time.is_zero();
+    TIME_OR_NEVER: Option<Duration> = NEVER,
+        |text| if text == "never" { Some(None) } else { time(text).map(Some) },
+        |time| *time != Some(Duration::ZERO);
+    DECAY: DecayTime = "a duration such as 500ms, 30s or 5m, 0 or never", |text| match text {
+        "never" => Some(DecayTime::Never),
+        "0" => Some(DecayTime::AtOnce),
+        _ => time(text).map(DecayTime::from_duration),
+    }, |_| true;
+    POLICY: ExhaustionPolicy =
+        "report, serve-one, exit, or the latter two with a time, such as exit:1m", policy, |_| true;
+    // A relative path would depend on the folder in which the service is started.
+    PATH: Option<PathBuf> = "an absolute path, or off",
+        |text| Some((text != "off").then(|| text.into())),
+        |path| path.as_ref().is_none_or(|path| path.is_absolute());
+    // It is a label of a metric.
+    VERSION: Option<String> = "1 to 64 bytes without control characters",
+        |text| Some(Some(text.to_owned())),
+        |text| text.as_ref().is_none_or(|text| {
+            (1..=64).contains(&text.len()) && !text.contains(char::is_control)
+        });
+    ON_OR_OFF: bool = "on or off", |text| match text {
+        "on" => Some(true),
+        "off" => Some(false),
+        _ => None,
+    }, |_| true;
+}
+
+fn size(text: &str) -> Result<ByteSize, &'static str> {
     text.parse::<ByteSize>().map_err(|error| error.expected)
 }
 
-pub(super) fn above_zero(size: &ByteSize) -> Bounds {
-    demand(!size.is_zero(), SIZE)
-}
-
 /// Parses a number or a percentage.
-pub(super) fn part(text: &str) -> Option<f64> {
+fn part(text: &str) -> Option<f64> {
     match text.strip_suffix('%') {
         Some(percent) => percent.trim_end().parse::<f64>().ok().map(|percent| percent / 100.0),
         None => text.parse().ok(),
     }
 }
 
-pub(super) fn ratio(text: &str) -> Result<f64, &'static str> {
-    part(text).ok_or(RATIO)
+fn time(text: &str) -> Option<Duration> {
+    humantime::parse_duration(text).ok()
 }
 
-pub(super) fn in_ratio(ratio: &f64) -> Bounds {
-    demand(*ratio > 0.0 && *ratio <= 1.0, RATIO)
-}
-
-pub(super) fn factor(text: &str) -> Result<f64, &'static str> {
-    text.parse().map_err(|_| FACTOR)
-}
-
-pub(super) fn in_factor(factor: &f64) -> Bounds {
-    demand((K_MIN..=K_MAX).contains(factor), FACTOR)
-}
-
-pub(super) fn whole(text: &str) -> Result<u32, &'static str> {
-    text.parse().map_err(|_| "a whole number from 0 to 4294967295")
-}
-
-fn duration(text: &str, expected: &'static str) -> Result<Duration, &'static str> {
-    humantime::parse_duration(text).map_err(|_| expected)
-}
-
-pub(super) fn time(text: &str) -> Result<Duration, &'static str> {
-    duration(text, TIME)
-}
-
-pub(super) fn in_time(time: &Duration) -> Bounds {
-    demand(!time.is_zero(), TIME)
-}
-
-pub(super) fn time_or_zero(text: &str) -> Result<Duration, &'static str> {
-    if text == "0" { Ok(Duration::ZERO) } else { duration(text, TIME_OR_ZERO) }
-}
-
-/// `never` is the longest time.
-pub(super) fn time_or_max(text: &str) -> Result<Duration, &'static str> {
-    if text == "never" { Ok(Duration::MAX) } else { duration(text, TIME_OR_NEVER) }
-}
-
-pub(super) fn in_time_or_max(time: &Duration) -> Bounds {
-    demand(!time.is_zero(), TIME_OR_NEVER)
-}
-
-pub(super) fn time_or_never(text: &str) -> Result<Option<Duration>, &'static str> {
-    if text == "never" { Ok(None) } else { duration(text, TIME_OR_NEVER).map(Some) }
-}
-
-pub(super) fn in_time_or_never(time: &Option<Duration>) -> Bounds {
-    demand(*time != Some(Duration::ZERO), TIME_OR_NEVER)
-}
-
-pub(super) fn decay_time(text: &str) -> Result<DecayTime, &'static str> {
-    match text {
-        "never" => Ok(DecayTime::Never),
-        "0" => Ok(DecayTime::AtOnce),
-        _ => duration(text, DECAY).map(DecayTime::from_duration),
-    }
-}
-
-pub(super) fn exhaustion_policy(text: &str) -> Result<ExhaustionPolicy, &'static str> {
-    let expected = "report, serve-one, exit, or the latter two with a time, such as exit:1m";
+fn policy(text: &str) -> Option<ExhaustionPolicy> {
     let (name, time) = match text.split_once(':') {
-        Some((name, time)) => (name, Some(duration(time, expected)?)),
+        Some((name, after)) => (name, Some(time(after)?)),
         None => (text, None),
     };
-    match (name, time) {
-        ("report", None) => Ok(ExhaustionPolicy::Report),
-        ("serve-one", None) => Ok(ExhaustionPolicy::SERVE_ONE),
-        ("serve-one", Some(grace)) => Ok(ExhaustionPolicy::ServeOne { grace }),
-        ("exit", None) => Ok(ExhaustionPolicy::EXIT),
-        ("exit", Some(min_uptime)) => Ok(ExhaustionPolicy::Exit { min_uptime }),
-        _ => Err(expected),
-    }
-}
-
-pub(super) fn path_or_off(text: &str) -> Result<Option<PathBuf>, &'static str> {
-    Ok((text != "off").then(|| Path::new(text).to_owned()))
-}
-
-pub(super) fn absolute(path: &Option<PathBuf>) -> Bounds {
-    demand(path.as_ref().is_none_or(|path| path.is_absolute()), PATH)
-}
-
-pub(super) fn version(text: &str) -> Result<Option<String>, &'static str> {
-    Ok(Some(text.to_owned()))
-}
-
-pub(super) fn is_label(version: &Option<String>) -> Bounds {
-    let is_label =
-        |text: &String| (1..=64).contains(&text.len()) && !text.contains(char::is_control);
-    demand(version.as_ref().is_none_or(is_label), VERSION)
-}
-
-pub(super) fn on_or_off(text: &str) -> Result<bool, &'static str> {
-    match text {
-        "on" => Ok(true),
-        "off" => Ok(false),
-        _ => Err("on or off"),
-    }
+    Some(match (name, time) {
+        ("report", None) => ExhaustionPolicy::Report,
+        ("serve-one", None) => ExhaustionPolicy::SERVE_ONE,
+        ("serve-one", Some(grace)) => ExhaustionPolicy::ServeOne { grace },
+        ("exit", None) => ExhaustionPolicy::EXIT,
+        ("exit", Some(min_uptime)) => ExhaustionPolicy::Exit { min_uptime },
+        _ => return None,
+    })
 }
 
 /// Implements `FromStr` of an enum of names, with these words for the accepted ones.

@@ -12,8 +12,10 @@ use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::metrics::names as name;
 use crate::metrics::process::ProcessReader;
-use crate::metrics::record::{self, MetricsWriter, label};
-use lowtide_admission::{Level, MaintenanceActions, ReclaimerStats, SignalError, Trigger};
+use crate::metrics::record::{self, HostPressure, MetricsWriter, label};
+use lowtide_admission::{
+    ClassStats, Level, MaintenanceActions, ReclaimerStats, SignalError, Trigger,
+};
 use lowtide_heap::{self as heap, HostArenaStats};
 
 use super::breakdown::Breakdown;
@@ -204,14 +206,17 @@ impl MaintenanceExecutor {
         to.build_info(snapshot.profile.name(), version);
         self.publish_host(to, snapshot, now);
         #[cfg(feature = "device")]
-        self.devices.publish(to, self.shared.devices.gone(), &snapshot.devices);
+        self.devices.publish(to, &self.shared.devices.gone, &snapshot.devices);
         self.publish_kernel(to, snapshot);
         self.publish_requests(to, snapshot);
         for resource in &snapshot.resources {
             if resource.loads_refused_total > 0 {
                 self.shared.note_misfit(resource);
             }
-            to.resource(resource, resource.last_used.map(|moment| snapshot.on_wall(moment)));
+            let labels = [label("resource", &resource.name)];
+            record::resource(resource, &mut to.to(&labels));
+            let last_used = resource.last_used.map(|moment| snapshot.on_wall(moment));
+            to.put(name::RESOURCE_LAST_USED, &labels, last_used);
         }
         for reclaimer in &snapshot.reclaimers {
             record::reclaimer(reclaimer, &mut to.to(&[label("reclaimer", &reclaimer.name)]));
@@ -225,7 +230,7 @@ impl MaintenanceExecutor {
     /// Publishes the heap, the process, and the limit with its parts.
     fn publish_host(&mut self, to: MetricsWriter, snapshot: &MemorySnapshot, now: Moment) {
         if let Some(heap) = &snapshot.heap {
-            to.heap(heap);
+            record::heap(heap, &mut to.to(&[]));
         }
         if to.has_detail() {
             self.publish_heap_arenas(to, &snapshot.heap_arenas);
@@ -238,19 +243,23 @@ impl MaintenanceExecutor {
             to.process(snapshot.signal.rss, &self.process.read(to.has_detail()));
         }
         let peak = self.peak.add(now, self.shared.state.take_physical_peak());
-        to.pressure(&snapshot.signal, &self.shared.state, peak);
+        let pressure = HostPressure { signal: &snapshot.signal, state: &self.shared.state, peak };
+        record::pressure(&pressure, &mut to.to(&[]));
     }
 
     /// Publishes the budgets and the requests.
     fn publish_requests(&self, to: MetricsWriter, snapshot: &MemorySnapshot) {
         let admission = &self.shared.admission;
-        for &budget in record::BUDGETS {
-            to.ledger(admission.ledger(budget), budget);
-            if to.has_detail() {
-                to.classes(budget, &admission.classes(budget));
+        for (&budget, of) in record::BUDGETS.iter().zip([&snapshot.host, &snapshot.device]) {
+            let of_budget = label("budget", budget.name());
+            record::ledger(admission.ledger(budget), &mut to.to(std::slice::from_ref(&of_budget)));
+            let is_used = |class: &&ClassStats| class.admitted_total + class.rejected_total > 0;
+            for class in of.classes.iter().filter(is_used) {
+                let labels = [of_budget.clone(), label("size_class", class.class)];
+                record::class(class, &mut to.to(&labels));
             }
         }
-        to.admission(&snapshot.admission);
+        record::admission(&snapshot.admission, &mut to.to(&[]));
         #[cfg(feature = "service")]
         to.connections();
         let routes = admission.state().routes.read();
@@ -306,18 +315,15 @@ impl MaintenanceExecutor {
     /// Publishes the named heap arenas, and zeros for those that no longer exist. A name is kept
     /// once it was published; beyond [`HEAP_ARENAS_MAX`] names, new ones are not published.
     fn publish_heap_arenas(&mut self, to: MetricsWriter, arenas: &[(String, HostArenaStats)]) {
-        for (name, stats) in arenas {
-            if !self.heap_arenas.contains(name) {
-                if self.heap_arenas.len() == HEAP_ARENAS_MAX {
-                    continue;
-                }
+        for (name, _) in arenas {
+            if self.heap_arenas.len() < HEAP_ARENAS_MAX && !self.heap_arenas.contains(name) {
                 self.heap_arenas.push(name.clone());
             }
-            to.heap_arena(name, stats);
         }
-        let is_gone = |name: &&String| !arenas.iter().any(|(other, _)| other == *name);
-        for name in self.heap_arenas.iter().filter(is_gone) {
-            to.heap_arena(name, &HostArenaStats::default());
+        for name in &self.heap_arenas {
+            let stats = arenas.iter().find(|(other, _)| other == name).map(|(_, stats)| *stats);
+            let labels = [label("heap_arena", name)];
+            record::heap_arena(&stats.unwrap_or_default(), &mut to.to(&labels));
         }
     }
 

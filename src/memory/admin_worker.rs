@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 #[cfg(feature = "device")]
-use crate::device::{DeviceArena, DeviceError, SleepOptions};
+use crate::device::{DeviceError, SleepOptions};
 use crate::sync::caught;
 use lowtide_admission::fit::Fit;
 use lowtide_admission::{AdmissionMode, Job, ResourceStats, Trigger, UnloadReason};
@@ -61,7 +61,7 @@ impl MemoryAdmin<'_> {
             AdminCommand::Purge | AdminCommand::Fit { .. } | AdminCommand::Admission { .. } => {}
             AdminCommand::Unload { resource } => drop(shared.resource_named(resource)?),
             #[cfg(feature = "device")]
-            on_arena => drop(shared.check_arena(&on_arena.subject())?),
+            on_arena => drop(shared.arena_named(&on_arena.subject())?),
             #[cfg(not(feature = "device"))]
             on_arena => return Err(no_arena(on_arena)),
         }
@@ -182,14 +182,9 @@ impl Shared {
 #[cfg(feature = "device")]
 impl Shared {
     /// Returns the serving arena of this name.
-    fn check_arena(&self, name: &str) -> Result<DeviceArena, MemoryError> {
-        let unknown = |known| MemoryError::UnknownArena { name: name.to_owned(), known };
-        self.arena_named(name).map_err(unknown)
-    }
-
     /// Executes a command on an arena. Returns the outcome, or the cause of its failure.
     fn run_on_arena(&self, command: &AdminCommand) -> Result<String, String> {
-        let arena = self.check_arena(&command.subject()).map_err(|error| error.to_string())?;
+        let arena = self.arena_named(&command.subject()).map_err(|error| error.to_string())?;
         let said = |error: DeviceError| error.to_string();
         match command {
             AdminCommand::Trim { keep, .. } => {

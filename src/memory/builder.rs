@@ -4,7 +4,6 @@
 //! decay times.
 
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::Duration;
@@ -23,8 +22,8 @@ use crate::fork::Birth;
 use crate::metrics::MetricsTier;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
-    self as admission, Admission, Budget, LimitSource, Maintenance, Reclaim, Resources, Signal,
-    SignalError, SignalTracker, Signals, Trigger, Worker, run_control, run_worker,
+    self as admission, Admission, Budget, LimitSource, Maintenance, Resources, Signal, SignalError,
+    SignalTracker, Signals, Trigger, Worker, run_control, run_worker,
 };
 use lowtide_heap as heap;
 
@@ -78,53 +77,6 @@ pub struct Builder {
 
 impl Builder {
     setters!();
-
-    /// Sets the limit of host memory. Default: the cgroup's limit, or the machine's memory. A
-    /// configured limit can lower that, but not raise it.
-    #[must_use]
-    pub fn memory_limit(mut self, limit: ByteSize) -> Self {
-        self.code.memory_limit = Some(Some(limit));
-        self
-    }
-
-    /// Sets the version of the service, 1 to 64 bytes without control characters: the label
-    /// `service_version` of `lowtide_build_info`, by which dashboards mark deployments. Default:
-    /// `unknown`.
-    ///
-    /// ```
-    /// let memory = lowtide::Memory::builder().service_version(env!("CARGO_PKG_VERSION"));
-    /// ```
-    #[must_use]
-    pub fn service_version(mut self, version: impl Into<String>) -> Self {
-        self.code.service_version = Some(Some(version.into()));
-        self
-    }
-
-    /// Writes heap profiles to this folder when the service has settled, when memory grows, and
-    /// near the limit, if the heap profiler is active (feature `profiling`, `global_allocator!`
-    /// with `prof: true`). The path must be absolute, and a folder belongs to one instance. At most
-    /// 8 files of a run are kept, of some KiB to some 100 KiB each. Default: none are written.
-    #[must_use]
-    pub fn heap_profile_dir(mut self, path: impl Into<PathBuf>) -> Self {
-        self.code.heap_profile_dir = Some(Some(path.into()));
-        self
-    }
-
-    /// Records the last five minutes in this file, which survives a kill: samples, events, the
-    /// largest requests. The next start with the same path logs why this run ended, and
-    /// [`MemoryReport::last_exit`](super::MemoryReport::last_exit) and `/memory?with=last_exit`
-    /// have the recording. Default: nothing is recorded.
-    ///
-    /// The path must be absolute, and the file must be local and of its own for each process. It
-    /// takes 512 KiB, which are allocated at the start; a thread of its own writes it, once a
-    /// second and when memory moves fast. If it cannot be created, allocated or locked, or if the
-    /// path is that of something else, nothing is recorded and a diagnostic has the cause. After a
-    /// fork, the child holds the lock too until it ends or calls `exec`.
-    #[must_use]
-    pub fn flight_recorder(mut self, path: impl Into<PathBuf>) -> Self {
-        self.code.flight_recorder = Some(Some(path.into()));
-        self
-    }
 
     /// Ignores the `LOWTIDE_*` variables of the environment, which otherwise override settings made
     /// in code. For tests and tools with fixed settings.
@@ -329,17 +281,18 @@ impl Builder {
         };
         let joined: Arc<OnceLock<Arc<Shared>>> = Arc::default();
         #[cfg(feature = "device")]
-        let (steps, has_devices) = devices.settle_budgets(&admission, &joined, &mut diagnostics);
+        let (mut steps, has_own) = devices.settle_budgets(&admission, &joined, &mut diagnostics);
         #[cfg(not(feature = "device"))]
-        let (steps, has_devices) = (Vec::new(), false);
+        let (mut steps, has_own) = (Vec::new(), false);
         #[cfg(not(feature = "device"))]
         admission.state().unify();
+        steps.extend([Budget::Host, Budget::Device].map(|budget| resources.reclaimer(budget)));
         let mut maintenance = Maintenance::new(
-            settings(&config, has_devices, heap.decay_interval),
+            settings(&config, has_own, heap.decay_interval),
             Box::new(sensor),
             admission.clone(),
             resources.clone(),
-            reclaim_steps(steps, &resources),
+            steps,
         )?;
         #[cfg(feature = "device")]
         devices.budgets().for_each(|budget| maintenance.add_device(budget.clone()));
@@ -594,8 +547,8 @@ fn evict_when_short(shared: &Arc<Shared>, is_detached: bool) {
 
 /// Returns the value that ends the threads. No thread runs yet.
 fn running(shared: &Shared) -> RunningMemory {
-    let mut other_bells = vec![Arc::clone(shared.flight.bell())];
-    other_bells.extend(shared.profiles.iter().map(|profiles| Arc::clone(profiles.bell())));
+    let mut other_bells = vec![Arc::clone(&shared.flight.bell)];
+    other_bells.extend(shared.profiles.iter().map(|profiles| Arc::clone(&profiles.bell)));
     let threads = Threads {
         stop: Arc::default(),
         bell: Bell::new(),
@@ -603,7 +556,6 @@ fn running(shared: &Shared) -> RunningMemory {
         started: Mutex::new(Vec::with_capacity(THREADS + 2)),
     };
     RunningMemory {
-        is_ending: AtomicBool::new(false),
         threads,
         claim: Arc::clone(&shared.claim),
         admission: shared.admission.clone(),
@@ -620,12 +572,12 @@ fn launch(parts: AssembledParts, stack: ByteSize) -> Result<Memory, StartError> 
     let running = Arc::new(running(&joined));
     let (stop, bell) = (Arc::clone(&running.threads.stop), Arc::clone(&running.threads.bell));
     let (shared, clock) = (Arc::clone(&joined), Arc::clone(&joined.clock));
-    let ends = || ThreadEndGuard { end: Arc::default(), claim: Arc::clone(&shared.claim) };
-    let (ends_worker, ends_control) = (ends(), ends());
-    running.threads.spawn("lowtide-worker", stack, ends_worker, move || {
+    // So that the claim is held until all are started.
+    let _starts = ThreadEndGuard::of(&shared.claim);
+    running.threads.spawn(&joined.claim, "lowtide-worker", stack, move || {
         run_worker(&mut worker, &*clock);
     })?;
-    running.threads.spawn("lowtide-control", stack, ends_control, move || {
+    running.threads.spawn(&joined.claim, "lowtide-control", stack, move || {
         run_control(&mut maintenance, &*shared.clock, &bell, &stop);
         if !shared.admission.is_closed() {
             maintenance.leave(); // dropped, not shut down: resources may still be loaded
@@ -662,9 +614,7 @@ fn launch_optional(
     (name, about, stack): (&'static str, &'static str, ByteSize),
     run: impl FnOnce() + Send + 'static,
 ) {
-    shared.claim.threads.fetch_add(1, Ordering::AcqRel);
-    let ends = ThreadEndGuard { end: Arc::default(), claim: Arc::clone(&shared.claim) };
-    if let Err(error) = threads.spawn(name, stack, ends, run) {
+    if let Err(error) = threads.spawn(&shared.claim, name, stack, run) {
         shared.add_diagnostic(Diagnostic::warning(about, format!("off: {error}")));
     }
 }
@@ -673,12 +623,13 @@ impl Threads {
     /// Starts one thread. On failure the caller drops `Running`, which ends the running threads.
     fn spawn(
         &self,
+        claim: &Arc<ProcessClaim>,
         name: &'static str,
         stack: ByteSize,
-        ends: ThreadEndGuard,
         run: impl FnOnce() + Send + 'static,
     ) -> Result<(), StartError> {
         let stack = stack.as_usize().unwrap_or(usize::MAX);
+        let ends = ThreadEndGuard::of(claim);
         let end = Arc::clone(&ends.end);
         let handle = thread::Builder::new()
             .name(name.to_owned())
@@ -792,13 +743,6 @@ fn settings(
         device_interval: has_devices.then(|| published.min(DEVICE_INTERVAL_MAX)),
         ..defaults
     }
-}
-
-/// Adds the steps of idle resources, after those of idle memory of arenas: each for the budget that
-/// it relieves, and at most four in all.
-fn reclaim_steps(mut steps: Vec<Arc<dyn Reclaim>>, resources: &Resources) -> Vec<Arc<dyn Reclaim>> {
-    steps.extend([Budget::Host, Budget::Device].map(|budget| resources.reclaimer(budget)));
-    steps
 }
 
 /// Logs the start, once.

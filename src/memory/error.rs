@@ -6,8 +6,6 @@ use std::time::Duration;
 use thiserror::Error;
 
 use crate::bytes::ByteSize;
-#[cfg(feature = "device")]
-use crate::config::arena::ShrinkTarget;
 use crate::config::{ConfigError, Source};
 #[cfg(feature = "device")]
 use crate::device::{DeviceError, driver::DriverError};
@@ -15,7 +13,7 @@ use lowtide_admission::{Budget, Rejected, ResourceError, SettingsError};
 use lowtide_heap::{HostError, ReleaseFailure, Unsupported};
 
 #[cfg(feature = "device")]
-use super::devices::{DeviceSelector, Slot, known_targets};
+use super::devices::Slot;
 
 /// The reason that a [`Memory`](super::Memory) did not start. Nothing is left running.
 ///
@@ -145,14 +143,14 @@ pub enum MemoryError {
     /// The configured device is `none`.
     #[error("the configured device is none")]
     NoDevice,
-    /// No device of this `Memory` has this name.
+    /// There is no such device: for a handle, a slot or the target of a shrink.
     #[cfg(feature = "device")]
-    #[error("unknown device {selector}: expected {}", one_of(known))]
+    #[error("unknown device {name}: expected {}", known.join(" or "))]
     UnknownDevice {
-        /// The name.
-        selector: DeviceSelector,
+        /// The name of the device, the slot or the target.
+        name: String,
         /// The devices by the same kind of name, or by their numbers if none has such a name.
-        known: Vec<DeviceSelector>,
+        known: Vec<String>,
     },
     /// The device is lost, or all are and this is the first. Its memory is gone until the process
     /// restarts.
@@ -194,9 +192,11 @@ pub enum MemoryError {
         /// The name.
         arena: String,
     },
-    /// The maximum number of arenas is open.
-    #[error("too many arenas: at most {max} can be open")]
-    TooManyArenas {
+    /// The maximum number of arenas is open, or of slots has one.
+    #[error("too many {what}: at most {max}")]
+    TooMany {
+        /// `arenas` or `slots`.
+        what: &'static str,
         /// The maximum.
         max: usize,
     },
@@ -206,36 +206,12 @@ pub enum MemoryError {
     /// A slot without a name.
     #[error("the slot's name is empty: expected the name of a provider")]
     NoSlotName,
-    /// There is no device for the slot.
-    #[cfg(feature = "device")]
-    #[error("{slot}: unknown device; expected {}", gpus(*devices))]
-    UnknownSlot {
-        /// The slot.
-        slot: Slot,
-        /// The number of devices, at least 1.
-        devices: usize,
-    },
     /// The slot has no shared arena.
     #[cfg(feature = "device")]
     #[error("{slot} has no shared arena (never shared, or sharing has ended)")]
     NotShared {
         /// The slot.
         slot: Slot,
-    },
-    /// The maximum number of slots has an arena.
-    #[error("too many slots: at most {max} can have an arena")]
-    TooManySlots {
-        /// The maximum.
-        max: usize,
-    },
-    /// There is no device for the target of a shrink.
-    #[cfg(feature = "device")]
-    #[error("unknown target {target}: expected {}", targets(*devices))]
-    UnknownTarget {
-        /// The target in the selector.
-        target: ShrinkTarget,
-        /// The number of devices, at least 1.
-        devices: usize,
     },
     /// No arena has the name in an admin command.
     #[error("no arena named {name:?}: expected {}", listed(known))]
@@ -314,6 +290,14 @@ impl From<DeviceError> for MemoryError {
     }
 }
 
+#[cfg(feature = "device")]
+impl MemoryError {
+    pub(super) fn unknown_device(name: &impl ToString, known: &[impl ToString]) -> Self {
+        let known = known.iter().map(ToString::to_string).collect();
+        Self::UnknownDevice { name: name.to_string(), known }
+    }
+}
+
 /// Lists some names, of which there may be a thousand.
 fn listed(names: &[String]) -> String {
     const SHOWN: usize = 8;
@@ -322,25 +306,6 @@ fn listed(names: &[String]) -> String {
         0 => "none (there are none)".to_owned(),
         1..=SHOWN => shown.join(", "),
         all => format!("{} or one of {} others", shown.join(", "), all - SHOWN),
-    }
-}
-
-#[cfg(feature = "device")]
-fn one_of(known: &[impl ToString]) -> String {
-    known.iter().map(ToString::to_string).collect::<Vec<_>>().join(" or ")
-}
-
-#[cfg(feature = "device")]
-fn targets(devices: usize) -> String {
-    one_of(&known_targets(devices).collect::<Vec<_>>())
-}
-
-/// Returns the names of this many devices.
-#[cfg(feature = "device")]
-fn gpus(devices: usize) -> String {
-    match devices.saturating_sub(1) {
-        0 => "gpu:0".to_owned(),
-        last => format!("gpu:0 to gpu:{last}"),
     }
 }
 

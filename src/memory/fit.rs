@@ -102,11 +102,6 @@ impl Shared {
         Ok(None)
     }
 
-    /// Ends the fit in force when the service shuts down.
-    pub(super) fn end_fit_at_shutdown(&self) {
-        self.fail_fit("shutdown", MemoryError::Ended.to_string());
-    }
-
     /// Looks at the fit in force, on the worker.
     pub(super) fn tend_fit(&self, now: Moment) {
         if let Err(said) = caught(|| self.decide_on_fit(now)) {
@@ -191,7 +186,7 @@ impl Shared {
     }
 
     /// Ends the fit in force; its task has failed if it still runs. Returns its limit.
-    fn fail_fit(&self, reason: &'static str, text: String) -> Option<ByteSize> {
+    pub(super) fn fail_fit(&self, reason: &'static str, text: String) -> Option<ByteSize> {
         self.end_fit(reason, |_| AdminTaskState::Failed(text))
     }
 

@@ -4,7 +4,6 @@
 //! with device arenas, resources, admin tasks and a runtime is in the modules of those.
 
 use std::fmt;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -15,7 +14,7 @@ use crate::config::Config;
 use lowtide_admission::PressureState;
 use lowtide_admission::{Admission, Budget, Level};
 
-use super::error::Shutdown;
+use super::error::{MemoryError, Shutdown};
 use super::flight::RunEnd;
 use super::running::RunningMemory;
 use super::shared::Shared;
@@ -52,7 +51,7 @@ use super::snapshot::MemorySnapshot;
 pub struct Memory(pub(super) Arc<MemoryInner>);
 
 /// A handle to a [`Memory`] that does not keep it running.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct WeakMemory {
     shared: Weak<Shared>,
     running: Weak<RunningMemory>,
@@ -64,8 +63,6 @@ impl WeakMemory {
         Some(Memory::of(self.shared.upgrade()?, self.running.upgrade()?))
     }
 }
-
-lowtide_admission::debug_as!(WeakMemory, |_memory|);
 
 pub(super) struct MemoryInner {
     pub(super) shared: Arc<Shared>,
@@ -99,7 +96,7 @@ pub(crate) fn published_state(admission: &Admission) -> Option<Arc<PressureState
 /// Returns `true` if the admission belongs to a `Memory` that is about to end.
 #[cfg(feature = "service")]
 pub(crate) fn is_ending(admission: &Admission) -> bool {
-    running(admission).is_some_and(|running| running.is_ending.load(Ordering::Relaxed))
+    running(admission).is_some_and(|running| running.flight.is_ending())
 }
 
 impl Memory {
@@ -169,14 +166,13 @@ impl Memory {
     /// signal to shut down and the close of the listener, so that load balancers choose another
     /// instance. Admission is not changed.
     pub fn set_ending(&self) {
-        self.0.running.is_ending.store(true, Ordering::Relaxed);
         self.0.shared.flight.set_ending();
     }
 
     /// Returns `true` after [`Memory::set_ending`].
     #[cfg(feature = "service")]
     pub(crate) fn is_ending(&self) -> bool {
-        self.0.running.is_ending.load(Ordering::Relaxed)
+        self.0.shared.flight.is_ending()
     }
 
     /// Returns `true` if memory is exhausted and single requests are still admitted.
@@ -203,7 +199,7 @@ impl Memory {
             return Shutdown { forked: true, ..Shutdown::default() };
         }
         shared.admission.close();
-        shared.end_fit_at_shutdown();
+        let _ = shared.fail_fit("shutdown", MemoryError::Ended.to_string());
         #[cfg(feature = "device")]
         shared.devices.budgets().for_each(Admission::close);
         let end = shared.clock.now() + deadline;

@@ -127,10 +127,6 @@ impl Loads {
         self.begun.fetch_add(1, Ordering::SeqCst);
         LoadGuard(self)
     }
-
-    fn counts(&self) -> [u64; 2] {
-        [&self.begun, &self.ended].map(|total| total.load(Ordering::SeqCst))
-    }
 }
 
 /// Counts the end of a load, also if it panics.
@@ -148,17 +144,13 @@ struct Before {
     held: i64,
     /// The resident memory of jemalloc.
     heap: ByteSize,
-    /// The requests admitted and finished.
-    requests: [u64; 2],
-    /// The loads that had begun, and those that had ended.
-    loads: [u64; 2],
+    counts: [u64; 4],
 }
 
 impl Before {
     /// Called after the start of the load has been counted.
     fn now(shared: &Shared) -> Self {
-        let loads = shared.loads.counts();
-        Self { held: held(shared), heap: heap_resident(shared), requests: requests(shared), loads }
+        Self { counts: counts(shared), held: held(shared), heap: heap_resident(shared) }
     }
 
     /// Returns the growth of the process outside jemalloc since then.
@@ -171,18 +163,17 @@ impl Before {
 
     /// Returns `true` if only this load, and at most the request that waits for it, ran since.
     fn is_alone(&self, shared: &Shared) -> bool {
-        let [admitted, finished] = self.requests;
-        let [begun, ended] = self.loads;
-        begun == ended + 1
-            && shared.loads.counts() == self.loads
-            && admitted <= finished + 1
-            && requests(shared) == self.requests
+        let [begun, ended, admitted, finished] = self.counts;
+        begun == ended + 1 && admitted <= finished + 1 && counts(shared) == self.counts
     }
 }
 
-fn requests(shared: &Shared) -> [u64; 2] {
+/// Returns the loads that have begun and ended, and the requests admitted and finished.
+fn counts(shared: &Shared) -> [u64; 4] {
+    let [begun, ended] =
+        [&shared.loads.begun, &shared.loads.ended].map(|total| total.load(Ordering::SeqCst));
     let stats = shared.admission.stats();
-    [stats.admitted_total, stats.finished_total]
+    [begun, ended, stats.admitted_total, stats.finished_total]
 }
 
 /// Returns the cgroup's charge if the limit is the cgroup's; otherwise the process's anonymous
@@ -290,13 +281,7 @@ impl OwnArena {
         let HostArenaStats { active, .. } = arena.stats().ok()?;
         if !active.is_zero() {
             let name = &self.name;
-            log!(
-                debug,
-                target: "lowtide",
-                name,
-                %active,
-                "heap arena not empty after unload"
-            );
+            log!(debug, target: "lowtide", name, %active, "heap arena not empty after unload");
         }
         // Dropped, and so purged and kept for the next load of any resource.
         Some(before.saturating_sub(active))

@@ -225,6 +225,6 @@ impl<'a> MemoryReport<'a> {
     /// ```
     #[must_use]
     pub fn last_exit(&self) -> Option<&'a LastExit> {
-        self.0.flight.last_exit()
+        self.0.flight.last_exit.as_ref()
     }
 }

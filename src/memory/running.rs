@@ -25,8 +25,6 @@ use super::flight::{Flight, RunEnd};
 pub(super) struct RunningMemory {
     pub(super) threads: Threads,
     pub(super) claim: Arc<ProcessClaim>,
-    /// `true` once the service is about to end, for its readiness.
-    pub(super) is_ending: AtomicBool,
     /// Does not keep the manager running.
     pub(super) admission: Admission,
     #[cfg_attr(not(feature = "service"), expect(dead_code, reason = "for layers"))]
@@ -89,10 +87,8 @@ impl Threads {
     /// Waits for the flight recorder to end, for at most [`RECORDED_WITHIN`].
     fn wait_for_recorder(&self) {
         let this = std::thread::current().id();
-        let started = lock(&self.started);
-        let recorder = started.iter().find(|thread| thread.name == FLIGHT && thread.id != this);
-        let end = recorder.map(|thread| Arc::clone(&thread.end));
-        drop(started);
+        let is_recorder = |thread: &&Started| thread.name == FLIGHT && thread.id != this;
+        let end = lock(&self.started).iter().find(is_recorder).map(|it| Arc::clone(&it.end));
         if let Some(end) = end {
             let clock = SystemClock::new();
             end.wait(&clock, clock.now() + RECORDED_WITHIN);
@@ -115,11 +111,8 @@ impl Threads {
                 report.busy.push(name.to_owned());
                 continue;
             }
-            let handle = {
-                let mut started = lock(&self.started);
-                let thread = started.iter_mut().find(|thread| thread.id == id);
-                thread.and_then(|thread| thread.handle.take())
-            };
+            let is_it = |thread: &&mut Started| thread.id == id;
+            let handle = lock(&self.started).iter_mut().find(is_it).and_then(|it| it.handle.take());
             if handle.is_some_and(|handle| handle.join().is_err()) {
                 report.panicked.push(name.to_owned());
             }
@@ -149,7 +142,15 @@ impl ThreadEnd {
 /// shutdowns.
 pub(super) struct ThreadEndGuard {
     pub(super) end: Arc<ThreadEnd>,
-    pub(super) claim: Arc<ProcessClaim>,
+    claim: Arc<ProcessClaim>,
+}
+
+impl ThreadEndGuard {
+    /// Counts a thread of the claim.
+    pub(super) fn of(claim: &Arc<ProcessClaim>) -> Self {
+        claim.threads.fetch_add(1, Ordering::AcqRel);
+        Self { end: Arc::default(), claim: Arc::clone(claim) }
+    }
 }
 
 impl Drop for ThreadEndGuard {
@@ -201,7 +202,7 @@ const NOWHERE: u64 = u64::MAX;
 pub(super) struct ProcessClaim {
     held: AtomicBool,
     /// The number of threads that have not ended.
-    pub(super) threads: AtomicUsize,
+    threads: AtomicUsize,
     pub(super) birth: Birth,
     /// `false` for a detached `Memory`.
     pub(super) is_attached: bool,
@@ -218,13 +219,13 @@ impl ProcessClaim {
         let claim = |by| (by != here).then_some(here);
         let taken = STARTED.fetch_update(Ordering::AcqRel, Ordering::Acquire, claim);
         taken.map_err(|_| StartError::AlreadyStarted)?;
-        let (held, threads) = (AtomicBool::new(true), AtomicUsize::new(THREADS));
+        let (held, threads) = (AtomicBool::new(true), AtomicUsize::new(0));
         Ok(Arc::new(Self { held, threads, birth, is_attached: true }))
     }
 
     /// Returns what stands for the claim of a detached `Memory`, which needs none.
     pub(super) fn of_none() -> Arc<Self> {
-        let (held, threads) = (AtomicBool::new(false), AtomicUsize::new(THREADS));
+        let (held, threads) = (AtomicBool::new(false), AtomicUsize::new(0));
         Arc::new(Self { held, threads, birth: Birth::now(), is_attached: false })
     }
 

@@ -24,7 +24,8 @@ impl Memory {
     /// because memory is exhausted and the policy is
     /// [`ExhaustionPolicy::Exit`](crate::config::ExhaustionPolicy::Exit). From then on `/readyz`
     /// answers 503, so that load balancers choose another instance. Pass it to the server's
-    /// graceful shutdown, then call [`Memory::shutdown`]. The report of a process that ends
+    /// graceful shutdown, which waits for open streams, so bound it; then call
+    /// [`Memory::shutdown`]. The report of a process that ends
     /// because of exhaustion is an error: a `main` that returns it exits with status 1, and its
     /// supervisor restarts it. For another status, read [`Shutdown::exhausted`]. The library itself
     /// never ends the process.
@@ -74,8 +75,8 @@ impl Memory {
     pub async fn shutdown(&self, deadline: Duration) -> Shutdown {
         let memory = self.clone();
         let ended = tokio::task::spawn_blocking(move || memory.shutdown_blocking(deadline)).await;
-        // The task is not cancelled, and `shutdown` does not panic.
-        ended.unwrap_or_default()
+        // The task is not cancelled.
+        ended.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))
     }
 
     /// Like [`Memory::managed`], with an async loader. It runs on the thread that loads, inside the

@@ -76,9 +76,8 @@ pub(super) struct Shared {
 #[derive(Debug, Default)]
 pub(super) struct Purges {
     by_trigger: [AtomicU64; Trigger::ALL.len()],
-    dirty_bytes: AtomicU64,
-    muzzy_bytes: AtomicU64,
-    libc_bytes: AtomicU64,
+    /// The released bytes, by [`Purges::HEAPS`].
+    bytes: [AtomicU64; 3],
 }
 
 impl Purges {
@@ -86,10 +85,19 @@ impl Purges {
         self.by_trigger[trigger as usize].load(Ordering::Relaxed)
     }
 
-    /// Returns the released bytes by heap, with jemalloc's muzzy pages separately.
+    /// The heaps, with jemalloc's muzzy pages separately.
+    const HEAPS: [&str; 3] = ["jemalloc", "muzzy", "libc"];
+
+    /// Returns the released bytes by heap.
     pub(super) fn bytes(&self) -> [(&'static str, u64); 3] {
-        [("jemalloc", &self.dirty_bytes), ("muzzy", &self.muzzy_bytes), ("libc", &self.libc_bytes)]
-            .map(|(heap, bytes)| (heap, bytes.load(Ordering::Relaxed)))
+        std::array::from_fn(|nth| (Self::HEAPS[nth], self.bytes[nth].load(Ordering::Relaxed)))
+    }
+
+    fn add(&self, report: &PurgeReport) {
+        let released = [report.dirty(), report.muzzy, report.libc.unwrap_or_default()];
+        for (total, bytes) in self.bytes.iter().zip(released) {
+            total.fetch_add(bytes.get(), Ordering::Relaxed);
+        }
     }
 }
 
@@ -99,12 +107,9 @@ impl Purges {
 pub struct Purged {
     /// The result for the heap: jemalloc's and the C library's, each with bytes and time.
     pub heap: Result<PurgeReport, HostError>,
-    /// The bytes released by device arenas, including host memory kept for their next sleep.
-    #[cfg(feature = "device")]
+    /// The bytes released by device arenas, including host memory kept for their next sleep; zero
+    /// in a build without device arenas.
     pub device: ByteSize,
-    /// Zero, in a build without device arenas.
-    #[cfg(not(feature = "device"))]
-    device: ByteSize,
     /// The duration of the purge.
     pub took: Duration,
 }
@@ -402,18 +407,6 @@ fn heap_arenas() -> Vec<(String, HostArenaStats)> {
     let mut arenas = HostArena::all_as_refreshed().unwrap_or_default();
     arenas.retain(|(name, _)| !name.is_empty());
     arenas
-}
-
-impl Purges {
-    fn add(&self, report: &PurgeReport) {
-        for (total, bytes) in [
-            (&self.dirty_bytes, report.dirty()),
-            (&self.muzzy_bytes, report.muzzy),
-            (&self.libc_bytes, report.libc.unwrap_or_default()),
-        ] {
-            total.fetch_add(bytes.get(), Ordering::Relaxed);
-        }
-    }
 }
 
 /// Returns `true` if a forked child finds this true. One that hangs is ended by the kernel.

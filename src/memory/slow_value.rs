@@ -22,23 +22,14 @@ const STACK: usize = 256 << 10;
 
 /// The last value, and the read in progress.
 #[derive(Debug)]
-pub(super) struct SlowValue<T>(Arc<Mutex<SlowValueState<T>>>);
+pub(super) struct SlowValue<T>(Arc<Mutex<SlowReading<T>>>);
 
-#[derive(Debug)]
-struct SlowValueState<T> {
-    /// With the begin of its read.
-    last: Option<(Moment, T)>,
-    /// The begin of the read in progress.
-    begun: Option<Moment>,
-}
-
-/// The state after a call.
-#[derive(Debug)]
+/// The state of a value, after a call.
+#[derive(Clone, Debug)]
 pub(super) struct SlowReading<T> {
     /// The last value, with the begin of its read.
     pub(super) last: Option<(Moment, T)>,
     /// The begin of the read in progress.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "for devices"))]
     pub(super) begun: Option<Moment>,
     /// `true` if this call began a read, and that has ended.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "for devices"))]
@@ -47,7 +38,7 @@ pub(super) struct SlowReading<T> {
 
 impl<T> Default for SlowValue<T> {
     fn default() -> Self {
-        Self(Arc::new(Mutex::new(SlowValueState { last: None, begun: None })))
+        Self(Arc::new(Mutex::new(SlowReading { last: None, begun: None, is_new: false })))
     }
 }
 
@@ -68,7 +59,7 @@ impl<T: Clone + Send + 'static> SlowValue<T> {
         let mut state = lock(&self.0);
         let is_kept = state.last.as_ref().is_some_and(|(at, _)| now - *at < kept);
         if is_kept || state.begun.is_some() {
-            return Ok(SlowReading { last: state.last.clone(), begun: state.begun, is_new: false });
+            return Ok(state.clone());
         }
         state.begun = Some(now);
         drop(state);
@@ -95,9 +86,8 @@ impl<T: Clone + Send + 'static> SlowValue<T> {
         while lock(&self.0).begun.is_some() && clock.now() < deadline {
             clock.wait_until(&bell, deadline);
         }
-        let state = lock(&self.0);
-        let (last, begun) = (state.last.clone(), state.begun);
-        Ok(SlowReading { is_new: begun.is_none(), last, begun })
+        let state = lock(&self.0).clone();
+        Ok(SlowReading { is_new: state.begun.is_none(), ..state })
     }
 }
 

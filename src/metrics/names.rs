@@ -19,18 +19,6 @@ pub enum MetricKind {
     Histogram,
 }
 
-impl MetricKind {
-    /// Returns the word in a `# TYPE` line.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Gauge => "gauge",
-            Self::Counter => "counter",
-            Self::Histogram => "histogram",
-        }
-    }
-}
-
 /// A metric.
 #[derive(Clone, Copy, Debug)]
 pub struct Metric {
@@ -200,20 +188,18 @@ macro_rules! rows {
     Detail Counter "lowtide_device_parked_errors_total" = arena.parked_errors_total,
         "CUDA errors that cudarc stored when it used views of buffers that were already freed.";
 
-    @ ["device"] #[cfg(feature = "device")] device_budget: DeviceBudget;
+    @ ["device"] #[cfg(feature = "device")] device_memory: DeviceSnapshot;
     Basic Gauge "lowtide_device_lost" as DEVICE_LOST,
         "1 once the device is lost, until the process restarts; else 0.";
-    Detail Gauge "lowtide_device_budget_reserved_bytes" = device_budget.reserved,
+    Detail Gauge "lowtide_device_budget_reserved_bytes" as DEVICE_RESERVED,
         "Bytes of the device's memory that requests, and on the first device loaded resources, \
          have reserved; absent if its memory is the host's.";
-    Detail Gauge "lowtide_device_budget_ceiling_bytes" = device_budget.ceiling,
+    Detail Gauge "lowtide_device_budget_ceiling_bytes" as DEVICE_CEILING,
         "LOWTIDE_CEILING times LOWTIDE_DEVICE_LIMIT; absent without a limit; 0 once the device is \
          lost.";
-    Detail Gauge "lowtide_device_budget_allowance_bytes" = device_budget.allowance,
+    Detail Gauge "lowtide_device_budget_allowance_bytes" as DEVICE_ALLOWANCE,
         "Reserved bytes of the device up to which requests are admitted now; absent without a \
          limit; 0 once the device is lost.";
-
-    @ ["device"] #[cfg(feature = "device")] device_memory: DeviceSnapshot;
     Basic Counter "lowtide_device_rollback_failures_total" as DEVICE_ROLLBACK_FAILURES,
         "Driver calls that failed while undoing another call. Each may leak memory or addresses \
          until the process ends.";
@@ -267,6 +253,14 @@ macro_rules! rows {
     Detail Counter "lowtide_pressure_transitions_total" ["to"]
         = Level::ALL.map(|level| (level.name(), pressure.state.entered_total(level))),
         "Changes of the pressure level, by the new level (none, elevated, high, critical).";
+    Basic Gauge "lowtide_saturation_ratio" = pressure.state.saturation(),
+        "How near the service is to rejecting requests for lack of memory, 0 to 1, for \
+         autoscalers. A mean over about 15 s.";
+    Detail Gauge "lowtide_admission_ceiling_part_bytes" ["part"]
+        = (pressure.state.limit() != ByteSize::MAX)
+            .then(|| pressure.state.ceiling_parts().by_name()),
+        "What determines the host's ceiling (start, earned, reserve_fixed, reserve_unlearned, \
+         reserve_growth): earned, at most the limit less the largest reserve, at least start.";
 
     @ ["group", "event"] events: EventCounts;
     Basic Counter "lowtide_pressure_oom_kills_total" [] as PRESSURE_OOM_KILLS,
@@ -287,17 +281,11 @@ macro_rules! rows {
          full).";
 
     @ ["budget"] ledger: Ledger;
-    Basic Gauge "lowtide_saturation_ratio" [] as SATURATION,
-        "How near the service is to rejecting requests for lack of memory, 0 to 1, for \
-         autoscalers. A mean over about 15 s.";
     Basic Gauge "lowtide_admission_reserved_bytes" = ledger.reserved_bytes(),
         "Bytes reserved by admitted requests and loaded resources, as estimated.";
     Basic Gauge "lowtide_admission_ceiling_bytes" = ledger.ceiling(),
         "Bytes that requests, resources and other memory may fill together: LOWTIDE_CEILING times \
          the memory limit, or else .80 to .93 of it; absent without a limit.";
-    Detail Gauge "lowtide_admission_ceiling_part_bytes" ["part"] as ADMISSION_CEILING_PART,
-        "What determines the host's ceiling (start, earned, reserve_fixed, reserve_unlearned, \
-         reserve_growth): earned, at most the limit less the largest reserve, at least start.";
     Basic Gauge "lowtide_admission_allowance_bytes" = limited(ledger, ledger.allowance_bytes()),
         "Reserved bytes up to which requests are admitted now; absent without a limit.";
     Basic Gauge "lowtide_admission_correction_factor_ratio"
@@ -368,12 +356,14 @@ macro_rules! rows {
     Detail Gauge "lowtide_admission_tenant_live_peak_bytes" = tenant.live_peak,
         "Largest number of bytes that running requests of the tenant held together since the \
          start.";
-    Detail Counter "lowtide_admission_requests_total" ["budget", "size_class", "outcome"]
-        as ADMISSION_REQUESTS,
+
+    @ ["budget", "size_class", "outcome"] class: ClassStats;
+    Detail Counter "lowtide_admission_requests_total"
+        = [("admitted", class.admitted_total), ("rejected", class.rejected_total)],
         "Requests by outcome (admitted, or rejected because they did not fit) and by size class \
          (its upper bound, or larger). Exempt requests are not counted.";
-    Detail Counter "lowtide_admission_bytes_total" ["budget", "size_class", "outcome"]
-        as ADMISSION_BYTES,
+    Detail Counter "lowtide_admission_bytes_total"
+        = [("admitted", class.admitted_bytes_total), ("rejected", class.rejected_bytes_total)],
         "Estimated bytes of the requests counted by lowtide_admission_requests_total.";
 
     @ ["resource"] resource: ResourceStats;

@@ -22,13 +22,14 @@ use crate::bytes::ByteSize;
 use crate::device::ArenaSnapshot;
 use crate::sync::lock;
 use lowtide_admission::{
-    AdmissionStats, Budget, ClassStats, Cost, EventCounts, Ledger, Level, LimitSource, MemoryUsage,
-    PressureState, Psi, ReclaimerStats, RejectReason, ResourceStats, Signal, UnloadReason,
+    Admission, AdmissionStats, Budget, ClassStats, Cost, EventCounts, Ledger, Level, LimitSource,
+    MemoryUsage, PressureState, Psi, ReclaimerStats, RejectReason, ResourceStats, Signal,
+    UnloadReason,
 };
 use lowtide_heap::{HeapSnapshot, HostArenaStats};
 
 /// The budgets with metrics: the device's exists only in a build with device arenas.
-pub const BUDGETS: &[Budget] =
+pub(crate) const BUDGETS: &[Budget] =
     if cfg!(feature = "device") { &[Budget::Host, Budget::Device] } else { &[Budget::Host] };
 
 /// The prefix of the standard metrics of a process.
@@ -108,21 +109,9 @@ pub struct DeviceSnapshot {
     pub watermark_released_total: u64,
 }
 
-/// The budget of a device.
-#[cfg(feature = "device")]
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct DeviceBudget {
-    /// The reserved bytes.
-    pub(crate) reserved: ByteSize,
-    /// The most bytes that may be held in total; [`ByteSize::MAX`] without a limit.
-    pub(crate) ceiling: ByteSize,
-    /// The most bytes that may be reserved now.
-    pub(crate) allowance: ByteSize,
-}
-
 /// Publishes the metrics of a tier.
 #[derive(Clone, Copy, Debug)]
-pub struct MetricsWriter {
+pub(crate) struct MetricsWriter {
     tier: MetricsTier,
     /// `true` if the standard metrics of the process are published.
     has_process: bool,
@@ -137,8 +126,7 @@ pub(crate) fn label(name: &'static str, value: &str) -> Label {
 
 impl MetricsWriter {
     /// Creates a writer of the metrics of this tier.
-    #[must_use]
-    pub const fn new(tier: MetricsTier, has_process: bool) -> Self {
+    pub(crate) const fn new(tier: MetricsTier, has_process: bool) -> Self {
         Self { tier, has_process, is_last: false }
     }
 
@@ -216,7 +204,7 @@ impl MetricsWriter {
 
     /// Describes type, unit and help of each metric to the recorder. Called again every few
     /// seconds, because a recorder may be installed at any time.
-    pub fn describe(self) {
+    pub(crate) fn describe(self) {
         for metric in TABLE.iter().filter(|metric| self.has(metric)) {
             match metric.kind {
                 MetricKind::Gauge => describe_gauge!(metric.name, metric.unit(), metric.help),
@@ -229,7 +217,7 @@ impl MetricsWriter {
     }
 
     /// Publishes the versions and the profile.
-    pub fn build_info(self, profile: &str, service_version: Option<&str>) {
+    pub(crate) fn build_info(self, profile: &str, service_version: Option<&str>) {
         let labels = [
             label("version", env!("CARGO_PKG_VERSION")),
             label("profile", profile),
@@ -247,48 +235,9 @@ impl MetricsWriter {
         process(stats, &mut self.to(&[]));
     }
 
-    /// Publishes the process heap.
-    pub fn heap(self, heap: &HeapSnapshot) {
-        self::heap(heap, &mut self.to(&[]));
-    }
-
-    /// Publishes a dedicated heap arena; zeros after it is dropped.
-    pub fn heap_arena(self, name: &str, arena: &HostArenaStats) {
-        heap_arena(arena, &mut self.to(&[label("heap_arena", name)]));
-    }
-
     /// Publishes the duration of one purge of a heap.
-    pub fn purge_duration(self, heap: &'static str, took: Duration) {
+    pub(crate) fn purge_duration(self, heap: &'static str, took: Duration) {
         self.seconds(name::HEAP_PURGE_SECONDS, &[Label::from_static_parts("heap", heap)], took);
-    }
-
-    /// Publishes the host's pressure; `peak` is the largest number of physical bytes of late.
-    pub fn pressure(self, signal: &Signal, state: &PressureState, peak: ByteSize) {
-        pressure(&HostPressure { signal, state, peak }, &mut self.to(&[]));
-        self.put(name::SATURATION, &[], state.saturation());
-        if state.limit() != ByteSize::MAX {
-            self.put(name::ADMISSION_CEILING_PART, &[], state.ceiling_parts().by_name());
-        }
-    }
-
-    /// Publishes one budget's ledger.
-    pub fn ledger(self, ledger: &Ledger, budget: Budget) {
-        self::ledger(ledger, &mut self.to(&[label("budget", budget.name())]));
-    }
-
-    /// Publishes one budget's requests by size; classes without requests are omitted.
-    pub fn classes(self, budget: Budget, classes: &[ClassStats]) {
-        for class in classes.iter().filter(|class| class.admitted_total + class.rejected_total > 0)
-        {
-            let labels = [label("budget", budget.name()), label("size_class", class.class)];
-            let requests = [("admitted", class.admitted_total), ("rejected", class.rejected_total)];
-            self.put(name::ADMISSION_REQUESTS, &labels, requests);
-            let bytes = [
-                ("admitted", class.admitted_bytes_total),
-                ("rejected", class.rejected_bytes_total),
-            ];
-            self.put(name::ADMISSION_BYTES, &labels, bytes);
-        }
     }
 
     /// Publishes the open connections, and those closed by reason.
@@ -300,62 +249,26 @@ impl MetricsWriter {
             self.process_total(name::CONNECTIONS_CLOSED, &labels, total.load(Ordering::Relaxed));
         }
     }
-
-    /// Publishes the admitted and rejected requests.
-    pub fn admission(self, stats: &AdmissionStats) {
-        admission(stats, &mut self.to(&[]));
-    }
-
-    /// Publishes a resource; `last_used` since the Unix epoch.
-    pub fn resource(self, stats: &ResourceStats, last_used: Option<Duration>) {
-        let labels = [label("resource", &stats.name)];
-        resource(stats, &mut self.to(&labels));
-        self.put(name::RESOURCE_LAST_USED, &labels, last_used);
-    }
 }
 
-#[cfg(feature = "device")]
-impl MetricsWriter {
-    /// Publishes an arena of the device with this name.
-    pub fn arena(self, device: &str, arena: &ArenaSnapshot) {
-        let labels = [label("device", device), label("arena", &arena.name)];
-        self::arena(arena, &mut self.to(&labels));
+/// Publishes the figures of a heap, of arenas and of an admission, for tests and benches.
+#[doc(hidden)]
+pub fn publish(
+    heap: Option<&HeapSnapshot>,
+    #[cfg(feature = "device")] arenas: &[ArenaSnapshot],
+    of: &Admission,
+) {
+    let to = MetricsWriter::new(MetricsTier::Detail, true);
+    heap.into_iter().for_each(|figures| self::heap(figures, &mut to.to(&[])));
+    #[cfg(feature = "device")]
+    for figures in arenas {
+        let labels = [label("device", "0"), label("arena", &figures.name)];
+        arena(figures, &mut to.to(&labels));
     }
-
-    /// Publishes the backend of an arena, and whether the arena is open.
-    pub fn arena_info(self, device: &str, arena: &str, backend: &'static str, is_open: bool) {
-        let labels = [label("device", device), label("arena", arena)];
-        self.put(name::DEVICE_ARENA_INFO, &labels, [(backend, is_open)]);
+    for &budget in BUDGETS {
+        ledger(of.ledger(budget), &mut to.to(&[label("budget", budget.name())]));
     }
-
-    /// Publishes a device: its state, failed rollbacks, and its memory and its budget if known.
-    pub(crate) fn device(
-        self,
-        name: &str,
-        is_lost: bool,
-        rollback_failures_total: u64,
-        memory: Option<&DeviceSnapshot>,
-        budget: Option<DeviceBudget>,
-    ) {
-        let labels = [label("device", name)];
-        self.put(name::DEVICE_LOST, &labels, is_lost);
-        self.put(name::DEVICE_ROLLBACK_FAILURES, &labels, rollback_failures_total);
-        if let Some(memory) = memory {
-            device_memory(memory, &mut self.to(&labels));
-        }
-        if let Some(budget) = &budget {
-            device_budget(budget, &mut self.to(&labels));
-        }
-    }
-
-    /// Publishes NaN after the device no longer reports its memory, so that no old value stays.
-    pub fn device_unknown(self, name: &str) {
-        device_memory(&DeviceSnapshot::default(), &mut |metric, _| {
-            if metric.kind == MetricKind::Gauge {
-                self.put(metric, &[label("device", name)], f64::NAN);
-            }
-        });
-    }
+    admission(&of.stats(), &mut to.to(&[]));
 }
 
 /// The value of a metric.
@@ -370,34 +283,27 @@ pub(crate) enum Figure {
     Each(Vec<(&'static str, Self)>),
 }
 
-impl From<u64> for Figure {
-    fn from(count: u64) -> Self {
-        Self::Count(count)
-    }
+macro_rules! figures {
+    ($($kind:ty: |$value:ident| $figure:expr;)*) => {
+        $(impl From<$kind> for Figure {
+            fn from($value: $kind) -> Self {
+                $figure
+            }
+        })*
+    };
 }
 
-impl From<f64> for Figure {
-    fn from(real: f64) -> Self {
-        Self::Real(real)
-    }
-}
-
-impl From<bool> for Figure {
-    fn from(flag: bool) -> Self {
-        Self::Flag(flag)
-    }
-}
-
-impl From<Duration> for Figure {
-    fn from(time: Duration) -> Self {
-        Self::Real(time.as_secs_f64())
-    }
-}
-
-impl From<ByteSize> for Figure {
-    fn from(size: ByteSize) -> Self {
-        if size == ByteSize::MAX { Self::Absent } else { Self::Count(size.get()) }
-    }
+figures! {
+    u64: |count| Self::Count(count);
+    f64: |real| Self::Real(real);
+    bool: |flag| Self::Flag(flag);
+    Duration: |time| Self::Real(time.as_secs_f64());
+    ByteSize: |size| if size == ByteSize::MAX { Self::Absent } else { Self::Count(size.get()) };
+    Cost: |cost| {
+        let budgets = [(Budget::Host, cost.host), (Budget::Device, cost.device)];
+        let budgets = budgets.into_iter().take(BUDGETS.len());
+        Self::Each(budgets.map(|(budget, bytes)| (budget.name(), bytes.into())).collect())
+    };
 }
 
 impl<T: Into<Self>> From<Option<T>> for Figure {
@@ -409,16 +315,6 @@ impl<T: Into<Self>> From<Option<T>> for Figure {
 impl<T: Into<Self>, const N: usize> From<[(&'static str, T); N]> for Figure {
     fn from(values: [(&'static str, T); N]) -> Self {
         Self::Each(values.map(|(label, value)| (label, value.into())).into())
-    }
-}
-
-impl From<Cost> for Figure {
-    fn from(cost: Cost) -> Self {
-        let part = |budget: &Budget| match budget {
-            Budget::Host => cost.host,
-            Budget::Device => cost.device,
-        };
-        Self::Each(BUDGETS.iter().map(|of| (of.name(), part(of).into())).collect())
     }
 }
 

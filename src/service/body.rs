@@ -72,6 +72,8 @@ pin_project! {
         // `None` if the body is empty, or nothing is measured and no time limited.
         permit: Option<RequestPermit>,
         is_arriving: bool,
+        // Its handler has not begun to read it.
+        is_unread: bool,
         // The end of the body of a suspended request.
         last: Option<Last>,
         // Its place in the queue.
@@ -100,8 +102,7 @@ pin_project! {
 impl<Q: Body> RequestBody<Q> {
     /// Creates a body that only passes: it belongs to no permit, or another body records it.
     pub(super) const fn passed(body: Q) -> Self {
-        let (permit, last, waiting) = (None, None, None);
-        Self { body: Some(body), permit, is_arriving: false, last, waiting, is_refused: false }
+        Self::of(body, None, false)
     }
 
     pub(super) fn new(body: Q, permit: &RequestPermit) -> Self {
@@ -113,8 +114,12 @@ impl<Q: Body> RequestBody<Q> {
         }
         let is_followed = permit.is_measured() || permit.limits().is_some();
         let permit = (is_followed && is_arriving).then(|| permit.clone());
-        let (last, waiting) = (None, None);
-        Self { body: Some(body), permit, is_arriving, last, waiting, is_refused: false }
+        Self::of(body, permit, is_arriving)
+    }
+
+    const fn of(body: Q, permit: Option<RequestPermit>, is_arriving: bool) -> Self {
+        let (last, waiting, is_unread, is_refused) = (None, None, true, false);
+        Self { body: Some(body), permit, is_arriving, is_unread, last, waiting, is_refused }
     }
 }
 
@@ -154,9 +159,9 @@ enum Last {
 }
 
 /// Waits until a suspended request may receive more of its body. `is_last` if it needs its whole
-/// claim for that.
+/// claim for that, or to work.
 #[cold]
-fn poll_room(
+pub(super) fn poll_room(
     permit: &RequestPermit,
     waiting: &mut Option<Waiting>,
     is_refused: &mut bool,
@@ -181,7 +186,12 @@ fn poll_room(
             None => false,
         };
         match permit.resume(waiting.as_ref().filter(|_| is_turn)) {
-            Ok(()) => break,
+            Ok(false) => break,
+            Ok(true) => {
+                *waiting = None;
+                cx.waker().wake_by_ref();
+                return Poll::Pending;
+            }
             Err(rejected) if is_turn && rejected.may_wait() => {}
             Err(rejected) => {
                 permit.refuse(rejected);
@@ -210,14 +220,19 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
         let this = self.project();
         let Some(mut body) = this.body.as_pin_mut() else { return Poll::Ready(None) };
         let Some(permit) = this.permit else { return body.poll_frame(cx) };
+        if std::mem::take(this.is_unread) {
+            permit.reads();
+        }
         // Ends: it goes on only with the end of the body, which has room then.
         let polled = loop {
             if permit.is_suspended() {
-                // Until there is room, the client is not waited for.
-                permit.receives(Poll::Ready(0), cx.waker());
-                let is_last = this.last.is_some();
                 let (waiting, is_refused) = (&mut *this.waiting, &mut *this.is_refused);
-                ready!(unmeasured(|| poll_room(permit, waiting, is_refused, is_last, cx)));
+                let is_last = this.last.is_some();
+                if unmeasured(|| poll_room(permit, waiting, is_refused, is_last, cx)).is_pending() {
+                    // Until there is room, the client is not waited for.
+                    permit.receives(Poll::Ready(0), cx.waker());
+                    return Poll::Pending;
+                }
             }
             // The length of the frame stands for what the layers below allocate.
             let polled = match this.last.take() {
@@ -402,7 +417,7 @@ pin_project! {
             #[pin]
             body: Scoped<R>,
             frames: u8,
-            // Its claim is released.
+            // Nothing depends on how long it goes on.
             is_stream: bool,
             limited: Option<Box<Limited>>,
             // Adds a load report to the trailers.
@@ -552,7 +567,7 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
                 let Some(permit) = body.permit() else { return polled };
                 let is_long = polled.is_pending() || *frames >= PLAIN_FRAMES;
                 if is_long && !*is_stream && body.get().is_some_and(has_unknown_length) {
-                    *is_stream = permit.stream();
+                    *is_stream = permit.goes_on();
                 }
                 let mut frame = match polled {
                     Poll::Ready(Some(Ok(frame))) => frame,

@@ -45,7 +45,7 @@ use crate::clock::{Clock, Moment, SystemClock};
 use crate::config::Config;
 use crate::memory::add_request_event;
 use lowtide_admission::layer::{GRACE, Waiting};
-use lowtide_admission::learning::{Compared, Kind, Needs, SlowStartPermit};
+use lowtide_admission::learning::{Compared, Kind, Needs, READS, SlowStartPermit};
 use lowtide_admission::{Admission, Budget, Cost, Permit, Priority, Rejected};
 use lowtide_heap::is_measured;
 
@@ -55,7 +55,9 @@ use super::connections::ConnectionState;
 use super::estimate::{ContentLength, Estimate, UNDECLARED, body_length, note_length};
 use super::exempt::{ExemptPaths, ExemptShare};
 use super::load_report::{Carrier, LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReports};
-use super::permit::{RequestOptions, RequestPermit, ResumeOptions, WINDOW, enter_slow_start};
+use super::permit::{
+    QueuePlace, RequestOptions, RequestPermit, ResumeOptions, WINDOW, enter_slow_start,
+};
 use super::rejection::{Drain, negotiated};
 use super::scoped::Scoped;
 use super::time_limits::{MinDataRate, RegisteredPace, TimeLimits};
@@ -73,8 +75,8 @@ type Exempt = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
 /// A layer that admits requests by the bytes that they will need.
 ///
 /// A reservation lasts until the response has been sent. A stream, which is a response of unknown
-/// length that has waited for its handler or had 16 parts, keeps no more than what it holds and
-/// 16 KiB, unless estimates are trusted ([`without_slow_start`](Self::without_slow_start)). While
+/// length that has lasted for a second, keeps no more than what it holds and 16 KiB, unless
+/// estimates are trusted ([`without_slow_start`](Self::without_slow_start)). While
 /// other requests wait for room, the reservation of a request whose body is slow to arrive is
 /// suspended ([`with_max_wait`](Self::with_max_wait)). Still set a minimum rate at which bodies must arrive
 /// and responses be taken ([`with_min_data_rate`](Self::with_min_data_rate)): `axum::serve` has no
@@ -244,10 +246,10 @@ impl<E: Estimate> MemoryLayer<E> {
     /// (`LOWTIDE_MAX_WAIT`). With zero it is rejected immediately.
     ///
     /// Its body is not read while it waits, and it reserves nothing. Over HTTP/2 the unread body
-    /// would fill the window of its connection. So the handler starts, reserves 64 KiB and what it
-    /// holds, and reads its body as far as there is room, but it gets the end of the body only when
-    /// the claim is reserved. Requests of higher priority
-    /// come first, then those of the tenant that waits for less ([`Tenant`](super::Tenant)), then
+    /// would fill the window of its connection. So if handlers of its route read bodies, the
+    /// handler starts, reserves 64 KiB and what it holds, and reads its body as far as there is
+    /// room, but it gets the end of the body only when the claim is reserved. A handler that drops
+    /// the body instead reserves its claim at once. Requests of higher priority come first, then those of the tenant that waits for less ([`Tenant`](super::Tenant)), then
     /// the earlier ones; a request that fits may pass a larger one that does not. The estimate is
     /// called again at each attempt. At most 4,096 requests wait, and no more than one for each
     /// 256 KiB of the ceiling; others are rejected immediately.
@@ -280,9 +282,9 @@ impl<E: Estimate> MemoryLayer<E> {
     /// body ends when its client has to be waited for until the second check. Only time
     /// spent waiting for the client counts: not while the handler works or does not read, and not
     /// while the request waits for room. A request whose body is slower is cancelled, and answered
-    /// with 408 (gRPC: `DEADLINE_EXCEEDED`). Once its handler has answered, the rest of its body
-    /// may take any time, unless estimates are trusted. A response that the client reads more slowly ends with an error
-    /// ([`Rejected::SlowClient`]). A rejection that waits for its body is sent.
+    /// with 408 (gRPC: `DEADLINE_EXCEEDED`). Once its handler has answered, the rest of a body
+    /// without a declared length may take any time, unless estimates are trusted. A response that
+    /// the client reads more slowly ends with an error ([`Rejected::SlowClient`]). A rejection that waits for its body is sent.
     ///
     /// A part of a response counts as read when the connection asks for the next part. Up to 1 MiB
     /// may be in the connection's buffers in addition to the rate. If a client reads nothing, the
@@ -552,7 +554,8 @@ impl<E: Estimate> MemoryLayer<E> {
         let is_host = settings.admission.state().by_budget(cost).host == cost.host;
         let can_suspend = is_measured && is_host && !is_exempt;
         let is_http2 = head.version == Version::HTTP_2;
-        let may_receive = can_suspend && is_http2 && !body.is_end_stream();
+        let reads = need.as_ref().is_some_and(|need| need.has(READS));
+        let may_receive = can_suspend && is_http2 && reads && !body.is_end_stream();
         let label = format_args!("{method} {route}");
         let booked = settings.book(slot, (cost, priority), &label, waiting, may_receive);
         let (permit, slot, claimed) =
@@ -635,7 +638,12 @@ impl<E: Estimate> MemoryLayer<E> {
         let request = Request::from_parts(head, RequestBody::new(body, &permit));
         let future = permit.measure(|| inner.call(request));
         let (future, settings) = (Scoped::new(future, Some(permit)), Arc::clone(&self.settings));
-        RequestState::Admitted { future, settings, cancelled_at: None }
+        RequestState::Admitted {
+            future,
+            settings,
+            cancelled_at: None,
+            place: QueuePlace::default(),
+        }
     }
 
     /// Rejects a request: its body is read, and then it is answered.
@@ -695,10 +703,11 @@ impl LayerSettings {
         self.needs.of(kind, cost.host, is_minimum)
     }
 
-    /// Reserves the claim of a request with its slot of the slow start. If it `may_receive`, and
-    /// there is no room for the claim now or the route is not known, it reserves a window instead,
-    /// and its claim is returned. Unread, its body would fill the window of its connection, and a
-    /// slot that waits for a body would hold up those whose bodies are there.
+    /// Reserves the claim of a request with its slot of the slow start. If it `may_receive`, since
+    /// handlers of its route read bodies, and there is no room for the claim now or the need of the
+    /// route is not known, it reserves a window instead, and its claim is returned. Unread, its body
+    /// would fill the window of its connection, and a slot that waits for a body would hold up those
+    /// whose bodies are there.
     fn book(
         &self,
         slot: Result<Option<Box<SlowStartPermit>>, Rejected>,
@@ -708,11 +717,10 @@ impl LayerSettings {
         may_receive: bool,
     ) -> Result<Booked, Rejected> {
         let state = self.admission.state();
-        let may_receive = may_receive && waiting.is_none() && cost.device.is_zero();
-        let may_receive = may_receive && !self.max_wait.is_zero();
+        let may_receive = may_receive && cost.device.is_zero() && !self.max_wait.is_zero();
         let receive = || {
-            let permit = may_receive.then(|| state.admit_suspended(WINDOW, priority)).flatten();
-            permit.map(|permit| (permit, None, Some(cost.host)))
+            let permit = || state.admit_suspended(WINDOW, cost.host, priority);
+            may_receive.then(permit)?.map(|permit| (permit, None, Some(cost.host)))
         };
         if matches!(slot, Ok(Some(_)))
             && let Some(received) = receive()
@@ -861,7 +869,12 @@ where
             let request = Request::from_parts(head, RequestBody::passed(body));
             let future = Scoped::new(self.inner.call(request), None);
             let settings = Arc::clone(&self.layer.settings);
-            let state = RequestState::Admitted { future, settings, cancelled_at: None };
+            let state = RequestState::Admitted {
+                future,
+                settings,
+                cancelled_at: None,
+                place: QueuePlace::default(),
+            };
             return ResponseFuture { state };
         }
         let length = note_length(&mut head, &body);
@@ -954,6 +967,7 @@ pin_project! {
             settings: Arc<LayerSettings>,
             // The time at which the layer saw that the request was cancelled.
             cancelled_at: Option<Moment>,
+            place: QueuePlace,
         },
         Rejected {
             rest: Pin<Box<Drain<Q>>>,
@@ -997,8 +1011,12 @@ where
         }
         match state.project() {
             RequestStateProject::Waiting { .. } => unreachable!("it waits no more"),
-            RequestStateProject::Admitted { mut future, settings, cancelled_at } => {
-                let polled = future.as_mut().poll(cx);
+            RequestStateProject::Admitted { mut future, settings, cancelled_at, place } => {
+                let starts = |permit: &RequestPermit| permit.poll_start(place, cx).is_ready();
+                let polled = match future.permit().is_none_or(starts) {
+                    true => future.as_mut().poll(cx),
+                    false => Poll::Pending,
+                };
                 let Some(permit) = future.permit() else {
                     return polled.map_ok(|response| response.map(ResponseBody::passed));
                 };

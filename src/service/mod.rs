@@ -28,6 +28,8 @@ mod usage;
 
 pub use admin::Peer;
 pub use body::{RequestBody, ResponseBody, ResponseBodyError};
+#[cfg(all(feature = "axum", feature = "tokio"))]
+pub use connections::ConnectionApp;
 pub use connections::{
     Connection, ConnectionBody, ConnectionFuture, ConnectionService, Connections,
 };

@@ -20,8 +20,9 @@
 //! Over HTTP/2 a request for which there is no room starts suspended, so that its body does not fill
 //! the window of the connection, and enters the slow start when it resumes.
 //!
-//! A stream, an answer of unknown length that waits for its handler, may last for hours. It keeps
-//! what it holds and a window, and its route learns from it when it becomes one.
+//! An answer of unknown length that has gone on for a second is a stream, which may last for hours.
+//! It keeps what it holds and a window, and its route learns from it. Later answers of the route are
+//! streams at once, unless one grew much after it had lasted.
 //!
 //! Not measured: tasks and threads without a scope, and C code that does not allocate through
 //! jemalloc.
@@ -32,7 +33,7 @@
 
 use std::future::poll_fn;
 use std::sync::{Arc, Weak};
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
 use http::Request;
@@ -44,12 +45,13 @@ use crate::clock::{Clock, Moment};
 use crate::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard, lock};
 use lowtide_admission::layer::{LARGE_MIN, LargeRequest, REGISTERED_MIN, SLOW_AFTER, Waiting};
-use lowtide_admission::learning::{Compared, SlowStartPermit};
+use lowtide_admission::learning::{Compared, GROWS_LATE, READS, STREAMS, SlowStartPermit};
 use lowtide_admission::{
     Admission, Budget, Permit, Priority, RejectReason, Rejected, RequestMemory, RequestPhase,
 };
 use lowtide_heap::{Account, AccountMemory, unmeasured};
 
+use super::body::poll_room;
 use super::exempt::ExemptShare;
 use super::time_limits::TimeLimits;
 use super::usage::{self, LiveIn, RequestOrigin};
@@ -83,6 +85,10 @@ const REPORTED_MIN: ByteSize = ByteSize::kib(64);
 /// cancelling it would release little.
 const CAP_MIN: ByteSize = ByteSize::mib(1);
 
+/// A stream that holds so much more than twice what it held when it became one has grown. An
+/// estimate: more than the buffers between a stream and its client.
+const LATE_MIN: ByteSize = ByteSize::mib(1);
+
 /// What a suspended request reserves beyond what it holds, for the part of its body that arrives
 /// next. An estimate: what an HTTP/2 client may send on a stream without permission, by default.
 pub(super) const WINDOW: ByteSize = ByteSize::kib(64);
@@ -90,6 +96,15 @@ pub(super) const WINDOW: ByteSize = ByteSize::kib(64);
 /// What a stream reserves beyond what it holds, for the part of its answer that comes next. An
 /// estimate: a frame of HTTP/2 by default.
 const STREAM_WINDOW: ByteSize = ByteSize::kib(16);
+
+/// The time after which an answer without a known end has lasted, in nanoseconds: that after which
+/// the slow start lets further requests in. Until then it may be a short one.
+const STREAM_AFTER: u64 = 1_000_000_000;
+/// The same for a route in which an answer grew late, in nanoseconds. An estimate: longer than most
+/// queries.
+const LATE_AFTER: u64 = 60 * STREAM_AFTER;
+/// The value of `goes_on_since` once nothing depends on it any more.
+const TENDED: u64 = u64::MAX;
 
 /// A permit that does not keep the reservation.
 #[derive(Clone, Debug)]
@@ -117,8 +132,13 @@ struct Admitted {
     is_cancelled: AtomicBool,
     /// `true` once its handler has answered, and the layer cannot end it any more.
     is_answered: AtomicBool,
+    /// `true` if its handler has dropped its body, and works only once its claim is reserved.
+    is_to_start: AtomicBool,
     /// `true` while a body of known length has not arrived in whole.
     is_arriving: AtomicBool,
+    /// The time since which its answer has gone on without a known end, in nanoseconds; 0 before,
+    /// and [`TENDED`] afterwards.
+    goes_on_since: AtomicU64,
     /// How it resumes once it was suspended; `None` if it is never suspended.
     resumes: Option<ResumeOptions>,
     limits: Option<Box<TimeLimits>>,
@@ -141,6 +161,13 @@ const WORKS: u8 = 0;
 const RECEIVES: u8 = 1;
 /// Its handler has returned all of its response, which is not sent yet.
 const SENDS: u8 = 2;
+
+/// The place in the queue of a request whose handler goes on once its claim is reserved.
+#[derive(Debug, Default)]
+pub(super) struct QueuePlace {
+    waiting: Option<Waiting>,
+    is_refused: bool,
+}
 
 /// The terms on which a suspended request waits for room.
 #[derive(Clone, Copy, Debug)]
@@ -187,6 +214,10 @@ struct PermitState {
     answer: Option<bool>,
     /// `true` once its route has learned from it.
     has_taught: bool,
+    /// What it held when its answer became a stream.
+    streams: Option<ByteSize>,
+    /// The time until which its body waits in the queue to resume.
+    queued_until: Option<Moment>,
     /// What it had reserved when it was suspended, with what it has grown by since; `None` while it
     /// is not suspended.
     claimed: Option<ByteSize>,
@@ -209,14 +240,15 @@ impl RequestPermit {
     pub(super) fn new(
         mut permit: Permit,
         origin: RequestOrigin,
-        terms: RequestOptions,
+        mut terms: RequestOptions,
         limits: Option<Box<TimeLimits>>,
     ) -> Self {
         let is_measured = terms.is_measured;
         if terms.reports {
             permit.report(ByteSize::ZERO);
         }
-        if let Some(slot) = &terms.slot {
+        if let Some(slot) = &mut terms.slot {
+            slot.begin();
             permit.mark_unlearned(slot);
         }
         let claim = terms.claimed.unwrap_or_else(|| permit.cost().host);
@@ -235,7 +267,9 @@ impl RequestPermit {
             is_registered: AtomicBool::new(false),
             is_cancelled: AtomicBool::new(false),
             is_answered: AtomicBool::new(false),
+            is_to_start: AtomicBool::new(false),
             is_arriving: AtomicBool::new(false),
+            goes_on_since: AtomicU64::new(0),
             resumes: terms.resumes,
             limits,
             progress: AtomicU8::new(progress),
@@ -249,6 +283,8 @@ impl RequestPermit {
                 reported: None,
                 answer: None,
                 has_taught: false,
+                streams: None,
+                queued_until: None,
                 claimed: terms.claimed,
                 declared: ByteSize::ZERO,
                 cancelled: None,
@@ -369,6 +405,13 @@ impl RequestPermit {
             held.hold(live);
             if let Some(need) = &held.terms.need {
                 need.observe_running(live);
+                let is_late = |before: ByteSize| live > before.scaled(2.0).saturating_add(LATE_MIN);
+                if held.streams.is_some_and(is_late) {
+                    need.note(GROWS_LATE);
+                }
+            }
+            if held.streams.is_some() {
+                held.keep_stream(live);
             }
             let before = admitted.reported.swap(live.get(), Ordering::Relaxed);
             held.change_live(&admitted.origin, ByteSize::new(before), live);
@@ -439,45 +482,82 @@ impl RequestPermit {
         self.0.owner().is_arriving.store(true, Ordering::Relaxed);
     }
 
-    /// Releases the claim of a request whose answer is a stream: from now on it has reserved what
-    /// it holds and a window, and more as it grows. Its route learns from it now, since it may last
-    /// for hours. Returns `false` if the claim is still needed, because its body has not arrived.
-    ///
-    /// A trusted estimate may cover memory that is not measured, so it stays reserved.
-    #[cold]
-    pub(super) fn stream(&self) -> bool {
+    /// Returns `true` if it needs no claim once its handler has answered. A trusted estimate may
+    /// cover memory that is not measured, and a handler may collect a body of known length.
+    fn may_release_claim(&self, held: &PermitState) -> bool {
         let admitted = self.0.owner();
-        if admitted.is_arriving.load(Ordering::Relaxed) {
-            return false;
+        let is_arriving = admitted.is_arriving.load(Ordering::Relaxed);
+        held.terms.reports && admitted.resumes.is_some() && !is_arriving
+    }
+
+    /// Records that its answer goes on without a known end. Returns `true` once nothing depends on
+    /// that.
+    #[cold]
+    pub(super) fn goes_on(&self) -> bool {
+        let admitted = self.0.owner();
+        let (now, reports) = {
+            let held = self.held();
+            (held.permit.state().last_tick(), held.terms.reports)
+        };
+        let (unknown, since) = (0, nanos(now).max(1));
+        let relaxed = Ordering::Relaxed;
+        if admitted.goes_on_since.compare_exchange(unknown, since, relaxed, relaxed).is_ok() {
+            // Operators look for what lasts long.
+            self.register();
         }
-        let state = self.change(|held| {
+        !reports || admitted.resumes.is_none() || self.tend_stream(now)
+    }
+
+    /// Releases the claim of a request whose answer is a stream: from now on it has reserved what
+    /// it holds and a window, and more as it grows. An answer is a stream once it has lasted, or at
+    /// once if others of its route have. Once it has lasted its route learns from it, since it may
+    /// go on for hours. Returns `true` if nothing is left to do.
+    fn tend_stream(&self, now: Moment) -> bool {
+        let admitted = self.0.owner();
+        let since = admitted.goes_on_since.load(Ordering::Relaxed);
+        if since == 0 || since == TENDED {
+            return since == TENDED;
+        }
+        let lasted = nanos(now).saturating_sub(since);
+        let (state, is_done) = self.change(|held| {
             let state = held.permit.state();
-            if !held.terms.reports || admitted.resumes.is_none() {
-                return state;
+            let Some(need) = &held.terms.need else { return (state, false) };
+            let is_late = need.has(GROWS_LATE);
+            let has_lasted = lasted >= if is_late { LATE_AFTER } else { STREAM_AFTER };
+            // While its body waits in the queue, it is about to resume.
+            if !self.may_release_claim(held) || held.queued_until.is_some_and(|until| now < until) {
+                return (state, false);
+            }
+            let succeeded = held.answer == Some(true);
+            let is_lasting = has_lasted && succeeded && !held.has_taught;
+            if is_lasting {
+                need.note(STREAMS);
+            }
+            if !has_lasted && (is_late || !need.has(STREAMS)) {
+                return (state, false);
             }
             let AccountMemory { live, peak, .. } = self.0.memory();
-            let keep = live.max(held.declared).saturating_add(STREAM_WINDOW);
-            held.permit.shrink_quietly(held.permit.cost().host.saturating_sub(keep));
-            if held.claimed.take().is_some() {
-                held.permit.set_resumed();
-                admitted.resumed(state.last_tick());
-            }
-            if held.answer == Some(true)
-                && let Some(need) = &held.terms.need
-            {
+            let _ = held.streams.get_or_insert(live);
+            if is_lasting {
                 need.learn(held.reported.unwrap_or_default().max(peak));
                 held.has_taught = true;
             }
-            held.permit.mark_learned();
-            if let Some(slot) = &mut held.terms.slot {
-                slot.leave();
+            held.keep_stream(live);
+            if held.claimed.is_some() {
+                held.permit.set_resumed();
+                admitted.resumed(held);
             }
-            state
+            if has_lasted {
+                held.permit.mark_learned();
+                held.terms.slot.iter_mut().for_each(|slot| slot.leave());
+            }
+            (state, has_lasted)
         });
+        if is_done {
+            admitted.goes_on_since.store(TENDED, Ordering::Relaxed);
+        }
         state.wake_waiting();
-        // Operators look for what lasts long.
-        self.register();
-        true
+        is_done
     }
 
     /// Returns `true` if its reservation is suspended.
@@ -496,26 +576,31 @@ impl RequestPermit {
     /// suspended.
     pub(super) fn wait_to_resume(&self) -> Option<Waiting> {
         let ResumeOptions { priority, tenant, within } = self.0.owner().resumes?;
-        let held = self.held();
-        held.permit.wait_to_resume(held.claimed(), priority, tenant, within)
+        let mut held = self.held();
+        let waiting = held.permit.wait_to_resume(held.claimed(), priority, tenant, within);
+        let until = held.permit.state().last_tick() + within;
+        held.queued_until = waiting.is_some().then_some(until);
+        waiting
     }
 
-    /// Reserves the claim of a suspended request again.
-    pub(super) fn resume(&self, waiting: Option<&Waiting>) -> Result<(), Rejected> {
+    /// Reserves the claim of a suspended request again. Returns `true` if it has entered the slow
+    /// start of its route, which counts its work from its next poll on.
+    pub(super) fn resume(&self, waiting: Option<&Waiting>) -> Result<bool, Rejected> {
         let admitted = self.0.owner();
-        let Some(ResumeOptions { priority, .. }) = admitted.resumes else { return Ok(()) };
+        let Some(ResumeOptions { priority, .. }) = admitted.resumes else { return Ok(false) };
         self.change(|held| {
-            let slot = held.enter(waiting)?;
+            let mut slot = held.enter(waiting)?;
             held.permit.resume(waiting, held.claimed(), priority)?;
-            held.claimed = None;
-            held.terms.enters = None;
-            if let Some(slot) = slot {
-                held.permit.mark_unlearned(&slot);
-                held.terms.slot = Some(slot);
+            let has_entered = slot.is_some();
+            if let Some(slot) = &mut slot {
+                slot.begin();
+                slot.succeeded = held.answer == Some(true);
+                held.permit.mark_unlearned(slot);
                 admitted.is_trial.store(true, Ordering::Relaxed);
             }
-            admitted.resumed(held.permit.state().last_tick());
-            Ok(())
+            held.terms.slot = slot.or_else(|| held.terms.slot.take());
+            admitted.resumed(held);
+            Ok(has_entered)
         })
     }
 
@@ -530,10 +615,42 @@ impl RequestPermit {
         }
     }
 
-    /// Records that the handler reads no more of the body.
+    /// Records that the handler reads no more of the body. If its claim was never reserved, the
+    /// handler goes on once it is ([`RequestPermit::poll_start`]), or answers at once.
     pub(super) fn unread(&self) {
-        if !self.arrived() {
+        if self.arrived() {
+            return;
+        }
+        let is_to_start = {
+            let held = self.held();
+            !held.permit.is_started() && held.answer.is_none() && held.cancelled.is_none()
+        };
+        if is_to_start {
+            self.0.owner().is_to_start.store(true, Ordering::Relaxed);
+        } else {
             self.go_on();
+        }
+    }
+
+    /// Waits until the claim is reserved of a request whose handler dropped its body before that.
+    #[inline]
+    pub(super) fn poll_start(&self, place: &mut QueuePlace, cx: &Context<'_>) -> Poll<()> {
+        let admitted = self.0.owner();
+        if admitted.is_to_start.load(Ordering::Relaxed) {
+            if self.is_suspended() {
+                ready!(poll_room(self, &mut place.waiting, &mut place.is_refused, true, cx));
+            }
+            admitted.is_to_start.store(false, Ordering::Relaxed);
+            self.arrived();
+        }
+        Poll::Ready(())
+    }
+
+    /// Records that the handler reads its body: those of later requests of the route may be read
+    /// before there is room for their claims.
+    pub(super) fn reads(&self) {
+        if let Some(need) = &self.held().terms.need {
+            need.note(READS);
         }
     }
 
@@ -545,8 +662,7 @@ impl RequestPermit {
             admitted.progress.store(WORKS, Ordering::Relaxed);
             admitted.is_arriving.store(false, Ordering::Relaxed);
             held.permit.set_resumed();
-            held.claimed = None;
-            admitted.resumed(held.permit.state().last_tick());
+            admitted.resumed(held);
         });
     }
 
@@ -568,13 +684,16 @@ impl RequestPermit {
     /// Records a poll of the request's body: so many bytes, or a wait for the client.
     pub(super) fn receives(&self, polled: Poll<usize>, waker: &Waker) {
         let Some(pace) = self.limits().and_then(TimeLimits::request) else { return };
-        let (now, reports) = {
+        let (now, is_free) = {
             let held = self.held();
-            (held.permit.state().last_tick(), held.terms.reports)
+            (
+                held.permit.state().last_tick(),
+                held.answer.is_some() && self.may_release_claim(&held),
+            )
         };
         match polled {
             // It keeps no claim, so it waits for as long as both sides like.
-            Poll::Pending if reports && self.0.owner().is_answered.load(Ordering::Relaxed) => {}
+            Poll::Pending if is_free => {}
             Poll::Ready(bytes) => pace.received(bytes, now),
             Poll::Pending if pace.wait(waker, now) => {}
             Poll::Pending => self.end_in_time(pace.rate().too_slow()),
@@ -695,19 +814,27 @@ impl RequestPermit {
     pub(super) fn answered(&self, success: bool, is_whole: bool) {
         let admitted = self.0.owner();
         admitted.is_answered.store(true, Ordering::Relaxed);
-        self.receives(Poll::Ready(0), Waker::noop());
+        let is_free = {
+            let mut held = self.held();
+            held.waker = None;
+            held.answer = Some(success);
+            // A failure does not show the need of the route.
+            if let Some(slot) = &mut held.terms.slot {
+                slot.succeeded = success;
+            }
+            self.may_release_claim(&held)
+        };
+        if is_free {
+            self.receives(Poll::Ready(0), Waker::noop());
+        }
+        if admitted.is_to_start.load(Ordering::Relaxed) {
+            self.go_on();
+        }
         if is_whole && self.is_large() && admitted.progress.load(Ordering::Relaxed) == WORKS {
             admitted.progress.store(SENDS, Ordering::Relaxed);
             self.register();
         } else if admitted.limits.is_some() {
             self.register();
-        }
-        let mut held = self.held();
-        held.waker = None;
-        held.answer = Some(success);
-        // A failure does not show the need of the route.
-        if let Some(slot) = &mut held.terms.slot {
-            slot.succeeded = success;
         }
     }
 
@@ -822,6 +949,9 @@ impl RequestPermit {
             let before = held.claimed();
             grow(held)?;
             let after = held.claimed();
+            if held.streams.is_some() {
+                held.declared = after;
+            }
             if after > before {
                 self.0.owner().claim.fetch_max(after.get(), Ordering::Relaxed);
             }
@@ -860,9 +990,10 @@ impl Admitted {
         ByteSize::new(self.claim.load(Ordering::Relaxed))
     }
 
-    /// Records that its claim is reserved. Called with its lock held.
-    fn resumed(&self, now: Moment) {
-        self.reserved_at.store(nanos(now), Ordering::Relaxed);
+    /// Records that its reservation is not suspended any more.
+    fn resumed(&self, held: &mut PermitState) {
+        (held.claimed, held.terms.enters, held.queued_until) = (None, None, None);
+        self.reserved_at.store(nanos(held.permit.state().last_tick()), Ordering::Relaxed);
         self.is_suspended.store(false, Ordering::Relaxed);
     }
 
@@ -1046,12 +1177,9 @@ impl LargeRequest for WeakPermit {
         }
     }
 
-    fn has_time_limit(&self) -> bool {
-        self.0.upgrade().is_some_and(|account| account.owner().limits.is_some())
-    }
-
     fn check_time(&self, now: Moment) {
         let Some(permit) = self.0.upgrade().map(RequestPermit) else { return };
+        permit.tend_stream(now);
         let Some(limits) = permit.limits() else { return };
         limits.request().into_iter().for_each(|pace| pace.probe(now));
         if let Some(rejected) = limits.passed(now - permit.0.owner().admitted_at, now) {
@@ -1129,6 +1257,12 @@ impl PermitState {
             share.grow(self.permit.cost().host.saturating_sub(before));
         }
         Ok(())
+    }
+
+    /// Releases what a stream has reserved beyond what it holds and a window.
+    fn keep_stream(&mut self, live: ByteSize) {
+        let keep = live.max(self.declared).saturating_add(STREAM_WINDOW);
+        self.permit.shrink_quietly(self.permit.cost().host.saturating_sub(keep));
     }
 
     /// Replaces its live bytes in the figures of its route and tenant.

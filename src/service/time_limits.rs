@@ -327,10 +327,6 @@ impl LargeRequest for WeakPace {
         self.0.upgrade().map(|_| ByteSize::ZERO)
     }
 
-    fn has_time_limit(&self) -> bool {
-        true
-    }
-
     fn check_time(&self, now: Moment) {
         if let Some(registered) = self.0.upgrade() {
             registered.pace.probe(now);

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use lowtide::config::arena::{ArenaKey, ArenaOptions, ArenaSource, Reason};
+use lowtide::config::arena::{ArenaKey, ArenaOptions, ArenaSource};
 use lowtide::config::{DeviceChoice, Fault};
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::Backend;
@@ -95,7 +95,7 @@ fn a_session_counts_where_no_arena_is_and_the_last_to_leave_makes_room_for_the_n
     // The second finds the first's arena; what it wants otherwise is said.
     let second = memory.devices().use_arena(&slot(), &limit(16)).expect("joined");
     let [conflict] = second.conflicts() else { panic!("{:?}", second.conflicts()) };
-    assert_eq!((conflict.key, conflict.reason), (ArenaKey::Limit, Reason::ArenaIsOpen));
+    assert_eq!((conflict.key, conflict.reason), (ArenaKey::Limit, "the arena is already open"));
     assert_eq!(conflict.effective.source, ArenaSource::Session);
     assert!(!second.opened());
     assert_eq!(figures(&memory, &slot()).users, 2);
@@ -116,7 +116,10 @@ fn a_shared_arena_keeps_sessions_options_out_and_says_so() {
     memory.devices().share_arena(&slot(), &limit(8)).expect("shared");
     let session = memory.devices().use_arena(&slot(), &limit(4)).expect("joined");
     let [conflict] = session.conflicts() else { panic!("{:?}", session.conflicts()) };
-    assert_eq!((conflict.wanted_by, conflict.reason), (ArenaSource::Session, Reason::SharedArena));
+    assert_eq!(
+        (conflict.wanted_by, conflict.reason),
+        (ArenaSource::Session, "there is a shared arena")
+    );
     assert_eq!(conflict.effective.value, ByteSize::mib(8).get());
     assert_eq!(conflict.effective.source, ArenaSource::Shared);
     // Options that agree, and none at all, are no conflict.
@@ -141,13 +144,16 @@ fn an_arena_that_a_session_opened_can_be_shared_and_outlives_the_session() {
     let session = memory.devices().use_arena(&slot(), &limit(8)).expect("opened");
     let report = memory.devices().share_arena(&slot(), &limit(16)).expect("shared");
     let [conflict] = &report.conflicts[..] else { panic!("{:?}", report.conflicts) };
-    assert_eq!((conflict.wanted_by, conflict.reason), (ArenaSource::Shared, Reason::ArenaIsOpen));
+    assert_eq!(
+        (conflict.wanted_by, conflict.reason),
+        (ArenaSource::Shared, "the arena is already open")
+    );
     drop(session);
     assert_eq!(limit_of(&memory), (ByteSize::mib(8), ArenaSource::Session));
     // From the next arena on shared wins over session, as ever.
     let replaced = memory.devices().replace_arena(&slot(), &ArenaOptions::new()).expect("replaced");
     assert_eq!(limit_of(&memory), (ByteSize::mib(16), ArenaSource::Shared));
-    assert_eq!(replaced.conflicts[0].reason, Reason::SharedArena);
+    assert_eq!(replaced.conflicts[0].reason, "there is a shared arena");
     memory.devices().unshare_arena(&slot()).expect("was shared");
     assert!(memory.shutdown_blocking(SOON).is_clean());
 }
@@ -244,7 +250,10 @@ fn a_replacement_is_in_force_although_sessions_hold_the_arena() {
     let replaced = replaced.expect("replaced");
     assert_eq!((replaced.draining, replaced.released), (Some(ByteSize::ZERO), ByteSize::ZERO));
     let [conflict] = &replaced.conflicts[..] else { panic!("{replaced:?}") };
-    assert_eq!((conflict.wanted_by, conflict.reason), (ArenaSource::Shared, Reason::Replaced));
+    assert_eq!(
+        (conflict.wanted_by, conflict.reason),
+        (ArenaSource::Shared, "a replacement sets the key")
+    );
     // The key that it does not name is as it was; the session sees all of it.
     let resolution = session.resolution();
     let strategy = resolution.get(ArenaKey::ExtendStrategy);
@@ -338,7 +347,7 @@ fn a_replacement_that_fails_changes_nothing() {
     assert!(others.iter().all(Result::is_ok));
     let full =
         memory.devices().replace_arena(&slot(), &limit(4)).expect_err("every place is taken");
-    assert_eq!(full, MemoryError::TooManyArenas { max: 64 });
+    assert_eq!(full, MemoryError::TooMany { what: "arenas", max: 64 });
     assert_eq!(limit_of(&memory), (ByteSize::mib(8), ArenaSource::Shared));
     let found = figures(&memory, &slot());
     assert_eq!((found.users, found.draining.len()), (1, 0));
@@ -354,10 +363,8 @@ fn a_slot_that_cannot_be_is_a_typed_error() {
     let elsewhere = Slot::device(NAME, 1);
     let refused = |slot: &Slot| memory.devices().share_arena(slot, &none).expect_err("refused");
     assert_eq!(refused(&Slot::device("", 0)), MemoryError::NoSlotName);
-    assert_eq!(
-        refused(&elsewhere),
-        MemoryError::UnknownSlot { slot: elsewhere.clone(), devices: 1 }
-    );
+    let (name, known) = (elsewhere.to_string(), vec!["gpu:0".to_owned()]);
+    assert_eq!(refused(&elsewhere), MemoryError::UnknownDevice { name, known });
     // A slot's arena and one that was opened by name would be one in metrics.
     let opened = memory.devices().open_arena(NAME).expect("free");
     let duplicate = MemoryError::DuplicateArena { arena: NAME.to_owned() };
@@ -382,7 +389,7 @@ fn the_device_limit_of_the_service_bounds_what_options_ask_for() {
     let builder = Memory::builder().device(DeviceChoice::Host).device_limit(ByteSize::mib(4));
     let memory = builder.start().expect("starts");
     let report = memory.devices().share_arena(&slot(), &limit(8)).expect("shared");
-    assert_eq!(report.conflicts[0].reason, Reason::DeviceLimit);
+    assert_eq!(report.conflicts[0].reason, "the device limit is lower");
     assert_eq!(limit_of(&memory), (ByteSize::mib(4), ArenaSource::DeviceLimit));
     let session = memory.devices().use_arena(&slot(), &ArenaOptions::new()).expect("joined");
     assert!(mib(&session, 6).expect_err("above the limit").is_out_of_memory());

@@ -15,7 +15,7 @@ use lowtide::device::Region;
 use lowtide::memory::Builder;
 use lowtide::metrics::MetricsTier;
 use lowtide::metrics::names::{Metric, MetricKind, TABLE};
-use lowtide::metrics::record::MetricsWriter;
+use lowtide::metrics::record;
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Admission, Budget, Cost, Priority, Reclaimable, UnloadReason};
 use lowtide_heap::HostArena;
@@ -116,7 +116,8 @@ fn every_metric_of_the_table_is_published(scrape: &Scrape) {
             continue;
         }
         assert!(scrape.has(metric), "{name} is not published");
-        assert_eq!(scrape.kind.get(name).map(String::as_str), Some(metric.kind.name()), "{name}");
+        let kind = format!("{:?}", metric.kind).to_lowercase();
+        assert_eq!(scrape.kind.get(name), Some(&kind), "{name}");
         assert_eq!(scrape.help.get(name).map(String::as_str), Some(metric.help), "{name}");
     }
     let published = TABLE.len() - OF_A_DEVICE.len();
@@ -308,11 +309,13 @@ fn a_resource_is_published_as_booked_with_all_its_bytes() {
     let model = admission.try_reserve_resource(Cost::host(ByteSize::mib(64))).expect("fits");
     let permit = admission.try_admit(Cost::host(ByteSize::mib(1))).expect("fits");
     let recorder = PrometheusBuilder::new().build_recorder();
-    metrics::with_local_recorder(&recorder, || {
-        MetricsWriter::new(MetricsTier::Basic, true).ledger(ledger, Budget::Host)
-    });
+    metrics::with_local_recorder(&recorder, || record::publish(None, &[], &admission));
     let scrape = Scrape::parse(&recorder.handle().render());
-    let one = |name: &str| scrape.series.iter().find(|(found, ..)| found == name).map(|s| s.2);
+    let host = |labels: &BTreeMap<_, String>| labels.get("budget").is_some_and(|of| of == "host");
+    let one = |name: &str| {
+        let mut series = scrape.series.iter();
+        series.find(|(found, labels, _)| found == name && host(labels)).map(|found| found.2)
+    };
     assert_eq!(one("lowtide_admission_reserved_bytes"), Some(ByteSize::mib(65).as_f64()));
     let left = one("lowtide_admission_allowance_bytes").map(|all| all - ByteSize::mib(65).as_f64());
     let left = left.expect("a limit is known");

@@ -122,8 +122,8 @@ fn a_forked_child_gets_typed_errors_its_drops_do_nothing_and_it_ends() {
     let permit = memory.admission().try_admit(Cost::host(ByteSize::kib(1))).expect("fits");
     let slot = Slot::device("session", 0);
     let session = memory.devices().use_arena(&slot, &ArenaOptions::new()).expect("opened");
-    let targets = Some("gpu:0".parse().expect("valid"));
-    let run = memory.devices().run(targets).expect("begins");
+    let options = [("memory.enable_memory_arena_shrinkage", "gpu:0")];
+    let run = memory.devices().run(options).expect("begins");
     assert!(clock.wait_for_waiters(2, PATIENCE), "both threads rest while the process forks");
 
     let code = forked(|| {
@@ -350,7 +350,7 @@ fn an_unknown_variable_is_an_error_that_names_what_was_meant_or_lists_what_there
     assert!(bare.starts_with(expected), "{bare}");
     assert_eq!(bare, with_code);
     for variable in env::VARIABLES {
-        assert!(bare.contains(variable.name), "{} is missing in {bare}", variable.name);
+        assert!(bare.contains(variable), "{variable} is missing in {bare}");
     }
 }
 

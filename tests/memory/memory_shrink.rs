@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use lowtide::config::DeviceChoice;
-use lowtide::config::arena::{ArenaOptions, SHRINK_OPTION, Targets};
+use lowtide::config::arena::{ArenaOptions, SHRINK_OPTION};
 use lowtide::decay::DecayTime;
 use lowtide::device::Region;
 use lowtide::memory::{MemoryError, Slot};
@@ -62,7 +62,7 @@ fn a_wrong_selector_shrinks_nothing() {
     let idle = arena.glance().idle;
     for selector in ["gpu:0;gpu:1", "gpu:0;cpu:1", "gpu:0;gpu:4294967295"] {
         let error = memory.devices().shrink(selector).expect_err("no such device");
-        assert!(matches!(error, MemoryError::UnknownTarget { .. }), "{error}");
+        assert!(matches!(error, MemoryError::UnknownDevice { .. }), "{error}");
         assert!(error.to_string().ends_with("expected cpu:0 or gpu:0"), "{error}");
     }
     for selector in ["", "gpu:0;", "gpu:0;npu:0", "gpu:x", "gpu:0;gpu:0"] {
@@ -77,17 +77,19 @@ fn a_wrong_selector_shrinks_nothing() {
 fn a_run_shrinks_when_it_ends_and_a_wrong_selector_does_not_begin_it() {
     let memory = start();
     let arena = memory.devices().open_arena("embedder").expect("opens");
-    let options = |selector| Targets::of_run([(SHRINK_OPTION, selector)]).expect("valid");
+    let options = |selector| [("run.tag", "x"), (SHRINK_OPTION, selector)];
     let refused = memory.devices().run(options("gpu:3")).expect_err("no such device");
-    assert!(matches!(refused, MemoryError::UnknownTarget { .. }));
+    assert!(matches!(refused, MemoryError::UnknownDevice { .. }));
     let idle = || drop(arena.alloc::<u8>(4 << 20, Region::Dynamic).expect("room"));
     let run = memory.devices().run(options("gpu:0")).expect("begins");
     idle();
     let before = arena.glance().idle;
     assert!(!before.is_zero(), "not before the end");
     assert_eq!(run.end()[0].released, before);
-    // Without an option nothing is shrunk.
-    let run = memory.devices().run(None).expect("begins");
+    let refused = memory.devices().run(options("gpu")).expect_err("no target").to_string();
+    assert!(refused.contains(SHRINK_OPTION), "{refused}");
+    // Without a target nothing is shrunk.
+    let run = memory.devices().run(options("")).expect("begins");
     idle();
     assert!(run.end().is_empty());
     assert!(!arena.glance().idle.is_zero());
@@ -133,7 +135,7 @@ fn pinned_pools_belong_to_the_host() {
 
 #[test]
 fn selector_errors_are_values() {
-    let error: MemoryError = "cpu".parse::<Targets>().unwrap_err().into();
+    let error = start().devices().shrink("cpu").expect_err("no target");
     let text = "selector=\"cpu\": expected targets such as cpu:0;gpu:0: \"cpu\" is not with the \
                 number of a device";
     assert_eq!(error.to_string(), text);

@@ -6,9 +6,14 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
+use axum::Router;
+use axum::routing::get;
+use bytes::Bytes;
 use lowtide::ByteSize;
 use lowtide::clock::ManualClock;
-use lowtide::service::{Connection, ConnectionListener, ConnectionStream, Connections};
+use lowtide::service::{
+    Connection, ConnectionApp, ConnectionListener, ConnectionStream, Connections,
+};
 use lowtide_admission::Admission;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -149,4 +154,42 @@ async fn a_connection_lingers_only_if_something_was_not_read() {
     assert_eq!(shut_down(&mut stream), Poll::Pending);
     drop(client);
     timeout(PATIENCE, stream.shutdown()).await.expect("in time").expect("its client is gone");
+}
+
+/// axum's server drops no connection by itself: its stream ends with an error.
+#[tokio::test]
+async fn a_connection_that_axum_serves_ends_when_its_place_is_needed() {
+    let server = Server::new(1).await;
+    let body = Bytes::from(vec![0; 16 << 20]);
+    let app = Router::new()
+        .route("/large", get(async move || body.clone()))
+        .route("/hello", get(async || "hello"));
+    let serving =
+        tokio::spawn(async { axum::serve(server.listener, ConnectionApp::new(app)).await });
+    let connect = || TcpStream::connect(server.at);
+    let mut unread = connect().await.expect("a connection");
+    unread.write_all(b"GET /large HTTP/1.1\r\nhost: a\r\n\r\n").await.expect("sent");
+    unread.read_u8().await.expect("the answer begins");
+    let mut other = connect().await.expect("a connection");
+    other.write_all(b"GET /hello HTTP/1.1\r\nhost: a\r\n\r\n").await.expect("sent");
+    let mut answer = [0; 15];
+    let mut read = Box::pin(other.read_exact(&mut answer));
+    let served = async {
+        while timeout(Duration::from_millis(10), &mut read).await.is_err() {
+            server.clock.advance(GRACE / 10);
+        }
+    };
+    timeout(PATIENCE, served).await.expect("the other gets its place");
+    drop(read);
+    assert_eq!(&answer, b"HTTP/1.1 200 OK");
+    let mut sink = vec![0; 1 << 20];
+    let error = loop {
+        match timeout(PATIENCE, unread.read(&mut sink)).await.expect("in time") {
+            Ok(0) => panic!("an orderly end"),
+            Ok(_) => {}
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+    serving.abort();
 }

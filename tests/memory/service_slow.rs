@@ -116,6 +116,19 @@ impl Bed {
     }
 
     pub(crate) fn upload_to<E: Estimate>(&self, layer: MemoryLayer<E>, body: &Fed) -> Call {
+        self.upload_over(Version::HTTP_11, layer, body)
+    }
+
+    fn upload_over_http2<E: Estimate>(&self, layer: MemoryLayer<E>, body: &Fed) -> Call {
+        self.upload_over(Version::HTTP_2, layer, body)
+    }
+
+    fn upload_over<E: Estimate>(
+        &self,
+        version: Version,
+        layer: MemoryLayer<E>,
+        body: &Fed,
+    ) -> Call {
         let handler = |request: Request<RequestBody<Fed>>| async {
             let (status, text) = match request.into_body().collect().await {
                 Ok(body) => (StatusCode::OK, body.to_bytes().len().to_string()),
@@ -124,8 +137,8 @@ impl Bed {
             let response = Response::builder().status(status);
             response.body(Full::new(Bytes::from(text)))
         };
-        let request = Request::post("/").body(body.clone()).expect("a valid head");
-        let call = layer.layer(service_fn(handler)).call(request);
+        let request = Request::post("/").version(version).body(body.clone());
+        let call = layer.layer(service_fn(handler)).call(request.expect("a valid head"));
         Box::pin(async { call.await.expect("a valid answer") })
     }
 
@@ -790,18 +803,23 @@ fn uploads_over_http2_arrive_while_they_wait_for_the_slow_start() {
         let call = layer.layer(service_fn(handler)).call(request.expect("a valid head"));
         calls.push(Box::pin(async { call.await.expect("a valid answer").status() }));
     }
+    assert_eq!(bed.stats().waiting, 23, "it is not known yet that their bodies are read");
     for _ in 0..20 {
         bodies.iter().for_each(|body| body.arrives(1));
         calls.iter_mut().for_each(|call| assert!(poll(call).is_pending()));
     }
     assert!(bodies.iter().all(|body| body.read() == 20), "each body arrives");
-    assert_eq!((bed.stats().held(), bed.stats().waiting), (24, 0));
-    // The first to arrive is the last to end.
-    bodies.iter().skip(1).for_each(Fed::ends);
-    let polled = calls.iter_mut().skip(1).map(poll).filter(Poll::is_ready).count();
-    assert_eq!(polled, 23, "each has its turn while the others still arrive");
-    calls.truncate(1);
-    bodies[0].ends();
+    assert_eq!((bed.stats().held(), bed.stats().suspended_total), (24, 0));
+    let classes = bed.memory.admission().classes(Budget::Host);
+    let of_a_window = classes.iter().filter(|class| class.bound < ByteSize::mib(1));
+    assert_eq!(of_a_window.map(|class| class.admitted_total).sum::<u64>(), 0, "by their claims");
+    bodies.iter().enumerate().filter(|(at, _)| *at != 1).for_each(|(_, body)| body.ends());
+    // Each enters the slow start in its first poll, and works in the second.
+    let twice = |call: &mut _| poll(call).is_ready() || poll(call).is_ready();
+    let ended: Vec<_> = calls.iter_mut().map(twice).collect();
+    assert_eq!(ended.iter().filter(|has_ended| **has_ended).count(), 23, "while one still arrives");
+    calls = calls.into_iter().skip(1).take(1).collect();
+    bodies[1].ends();
     advance_until(&bed.clock, TICK, "the answers", || {
         calls.retain_mut(|call| match poll(call) {
             Poll::Ready(status) => {
@@ -814,6 +832,150 @@ fn uploads_over_http2_arrive_while_they_wait_for_the_slow_start() {
     });
     assert_eq!((bed.stats().rejected, bed.stats().held()), ([0; 10], 0));
     assert_eq!(bed.reserved(), ByteSize::ZERO);
+}
+
+/// The bug: the poll in which it got the end of its body did not count as work, and a second one of
+/// an unknown need ran beside it.
+#[test]
+fn an_upload_over_http2_works_from_the_poll_in_which_it_gets_its_end() {
+    let bed = Bed::new();
+    let clock: Arc<dyn Clock> = bed.clock.clone();
+    let estimate = |_: &Parts| Cost::host(ByteSize::mib(2));
+    let layer = MemoryLayer::new(bed.memory.admission().clone(), estimate).clock(clock.clone());
+    let body = Fed::default();
+    body.arrives(1);
+    body.ends();
+    let mut first = bed.upload_over_http2(layer.clone(), &body);
+    assert!(poll(&mut first).is_ready(), "now it is known that bodies are read");
+    body.arrives(1);
+    let worked = Arc::new(AtomicUsize::new(0));
+    let (other, manual, works) = (layer.clone(), bed.clock.clone(), worked.clone());
+    let handler = move |request: Request<RequestBody<Fed>>| {
+        let (within, manual, works) = (other.clone(), manual.clone(), works.clone());
+        async move {
+            let mut body = request.into_body();
+            while let Some(Ok(_)) = body.frame().await {}
+            manual.advance(Duration::from_secs(2));
+            let others = [(); 2].map(|()| {
+                let other = service_fn(|_| pending::<Result<Response<Full<Bytes>>, Broken>>());
+                let request = Request::post("/").body(Full::<Bytes>::from("two"));
+                let call = within.layer(other).call(request.expect("a valid head"));
+                let mut call = Box::pin(call);
+                assert!(poll(&mut call).is_pending());
+                call
+            });
+            works.store(1, Ordering::Relaxed);
+            wait_once().await;
+            drop(others);
+            Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
+        }
+    };
+    let request = Request::post("/").version(Version::HTTP_2).body(body).expect("a valid head");
+    let mut call = Box::pin(layer.layer(service_fn(handler)).call(request));
+    assert!(poll(&mut call).is_pending(), "it enters the slow start");
+    assert_eq!(worked.load(Ordering::Relaxed), 0);
+    assert!(poll(&mut call).is_pending(), "it works");
+    let seen = (worked.load(Ordering::Relaxed), bed.stats().held(), bed.stats().waiting);
+    assert_eq!(seen, (1, 2, 1), "two may run after one success");
+    drop(call);
+}
+
+/// The bug: a handler that drops the body ran without its claim, beside any number of others.
+#[test]
+fn a_handler_that_does_not_read_its_body_over_http2_works_once_its_claim_is_reserved() {
+    let bed = Bed::new();
+    let (layer, worked) = (bed.layer(), Arc::new(AtomicUsize::new(0)));
+    let open = |answers: bool| {
+        let worked = worked.clone();
+        let handler = move |request: Request<RequestBody<Fed>>| {
+            let worked = worked.clone();
+            async move {
+                drop(request);
+                if !answers {
+                    wait_once().await;
+                    worked.fetch_add(1, Ordering::Relaxed);
+                    pending::<()>().await;
+                }
+                Ok::<_, Broken>(Response::new(Full::<Bytes>::default()))
+            }
+        };
+        let request = Request::post("/").version(Version::HTTP_2).body(Fed::default());
+        let call = layer.layer(service_fn(handler)).call(request.expect("a valid head"));
+        Box::pin(async { call.await.expect("a valid answer").status() })
+    };
+    let mut full = bed.fill();
+    full.shrink(ByteSize::mib(1));
+    let mut unread = open(false);
+    assert!(poll(&mut unread).is_pending());
+    assert_eq!((bed.stats().waiting, bed.stats().held()), (1, 1), "no body is read yet");
+    drop((unread, full));
+    let body = Fed::default();
+    body.arrives(1);
+    body.ends();
+    assert!(poll(&mut bed.upload_over_http2(layer.clone(), &body)).is_ready());
+    let mut full = bed.fill();
+    full.shrink(ByteSize::mib(1));
+    assert_eq!(poll(&mut open(true)), Poll::Ready(StatusCode::OK), "it needs no claim");
+    let [mut unread, mut late] = [open(false), open(false)];
+    for call in [&mut unread, &mut late] {
+        assert!(poll(call).is_pending());
+        assert!(poll(call).is_pending());
+    }
+    let seen = (bed.stats().waiting, bed.stats().held(), worked.load(Ordering::Relaxed));
+    assert_eq!(seen, (2, 3, 0));
+    assert!(bed.reserved().saturating_sub(full.cost().host) < ByteSize::mib(1));
+    full.shrink(CLAIM);
+    assert!(poll(&mut unread).is_pending());
+    assert_eq!((bed.stats().waiting, worked.load(Ordering::Relaxed)), (1, 1));
+    advance_until(&bed.clock, TICK, "its deadline", || bed.stats().waiting == 0);
+    assert_eq!(poll(&mut late), Poll::Ready(StatusCode::SERVICE_UNAVAILABLE));
+    drop((unread, late, full));
+    assert_eq!((bed.reserved(), bed.stats().held()), (ByteSize::ZERO, 0));
+}
+
+/// The bug: while it was suspended, a client that sent nothing kept its place forever.
+#[test]
+fn a_suspended_request_whose_client_sends_nothing_ends_by_its_rate() {
+    let bed = Bed::new();
+    let layer = bed.layer().with_min_data_rate(ByteSize::kib(16), Duration::from_secs(1));
+    let body = Fed::default();
+    body.arrives(1);
+    let mut slow = bed.upload_to(layer, &body);
+    assert!(poll(&mut slow).is_pending());
+    let full = bed.suspend_one();
+    let mut answer = None;
+    advance_until(&bed.clock, TICK * 10, "its end", || {
+        if answer.is_none()
+            && let Poll::Ready(ended) = poll(&mut slow)
+        {
+            answer = Some(ended.status());
+        }
+        answer.is_some()
+    });
+    assert_eq!(answer, Some(StatusCode::REQUEST_TIMEOUT));
+    drop((slow, full));
+}
+
+/// The bug: one that had not started was not rejected at a level at which new ones are.
+#[test]
+fn an_upload_over_http2_does_not_start_after_the_service_was_closed() {
+    let bed = Bed::new();
+    let (layer, body) = (bed.layer(), Fed::default());
+    body.arrives(1);
+    body.ends();
+    assert!(poll(&mut bed.upload_over_http2(layer.clone(), &body)).is_ready());
+    let mut full = bed.fill();
+    full.shrink(ByteSize::mib(1));
+    let body = Fed::default();
+    let mut call = bed.upload_over_http2(layer, &body);
+    assert!(poll(&mut call).is_pending());
+    assert_eq!((bed.stats().waiting, bed.stats().held()), (0, 2), "it receives");
+    drop(full);
+    bed.memory.admission().close();
+    body.ends();
+    let Poll::Ready(answer) = poll(&mut call) else { panic!("it is rejected") };
+    assert_eq!(answer.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(bed.stats().rejected_total(RejectReason::ShuttingDown), 1);
 }
 
 #[test]

@@ -2,31 +2,36 @@
 #![cfg(all(feature = "service", target_os = "linux"))]
 
 use std::any::Any;
+use std::hint::black_box;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::request::Parts;
-use http::{Request, Response};
+use http::{Request, Response, Version};
 use http_body::Body;
 use http_body_util::Full;
 use lowtide::ByteSize;
+use lowtide::clock::Clock;
 use lowtide::service::{Estimate, MemoryLayer, RequestBody, RequestPermit, ResponseBody};
-use lowtide_admission::{Cost, RequestPhase};
+use lowtide_admission::{Budget, Cost, Permit, RequestPhase};
 use test_fork::test;
 use tower::{Layer, Service, service_fn};
 
 use crate::polled::poll;
 use crate::service_slow::{Broken, FRAME, Fed};
 use crate::service_waiting::Bed;
+use crate::support::advance_until;
 
 const CLAIM: ByteSize = ByteSize::mib(24);
 /// What a stream of these tests reserves at most while it waits.
 const KEPT: ByteSize = ByteSize::kib(64);
 
 fn layer(bed: &Bed) -> MemoryLayer<impl Fn(&Parts) -> Cost + use<>> {
-    MemoryLayer::new(bed.memory.admission().clone(), |_: &Parts| Cost::host(CLAIM))
+    let clock: Arc<dyn Clock> = bed.clock.clone();
+    MemoryLayer::new(bed.memory.admission().clone(), |_: &Parts| Cost::host(CLAIM)).clock(clock)
 }
 
 /// An answer that does not end, and the part of the request's body that its handler did not read.
@@ -67,20 +72,39 @@ where
     Some(Stream { permit, answer, sent, feed })
 }
 
+/// The time after which an answer has lasted, and that between two checks.
+const LASTED: Duration = Duration::from_millis(1_500);
+const STEP: Duration = Duration::from_millis(100);
+
+impl Bed {
+    /// Opens a stream, and waits until it has lasted.
+    fn open_for_long<E: Estimate>(&self, layer: &MemoryLayer<E>) -> Stream {
+        let mut stream = open(layer, Fed::default()).expect("it fits");
+        assert_eq!(stream.read(), 0);
+        self.pass(LASTED);
+        stream
+    }
+}
+
 /// grpc-dotnet#15, envoy#15904: 24 of 300 streams were open, and all others were rejected.
 #[test]
 fn streams_without_end_reserve_what_they_hold_and_teach_their_route() {
     let bed = Bed::new();
     let layer = layer(&bed);
-    let mut streams = Vec::new();
-    for open_before in 0..300 {
-        let mut stream = open(&layer, Fed::default()).expect("there is room for it");
-        assert!(open_before > 0 || bed.reserved() >= CLAIM, "its claim");
-        assert_eq!(stream.read(), 0);
-        streams.push(stream);
-        let most = KEPT.scaled(f64::from(open_before + 1));
-        assert!(bed.reserved() <= most, "{} of {most}", bed.reserved());
+    let mut streams: Vec<Stream> = Vec::new();
+    let begun = bed.clock.now();
+    while streams.len() < 300 {
+        match open(&layer, Fed::default()) {
+            Some(stream) => streams.push(stream),
+            None => bed.pass(STEP),
+        }
+        streams.last_mut().into_iter().for_each(|stream| assert_eq!(stream.read(), 0));
+        let took = bed.clock.now() - begun;
+        assert!(took < Duration::from_secs(10), "{} are open after {took:?}", streams.len());
     }
+    bed.pass(LASTED);
+    let most = KEPT.scaled(300.0);
+    assert!(bed.reserved() <= most, "{} of {most}", bed.reserved());
     let (stats, before) = (bed.stats(), bed.reserved());
     assert_eq!((stats.held(), stats.waiting, stats.rejected), (300, 0, [0; 10]));
     let oldest = bed.memory.report().oldest_requests();
@@ -93,10 +117,71 @@ fn streams_without_end_reserve_what_they_hold_and_teach_their_route() {
 }
 
 #[test]
+fn later_streams_of_a_route_release_their_claims_at_once() {
+    let bed = Bed::new();
+    let layer = layer(&bed);
+    let first = bed.open_for_long(&layer);
+    assert!(bed.reserved() <= KEPT, "{}", bed.reserved());
+    let mut second = open(&layer, Fed::default()).expect("it fits");
+    assert!(bed.reserved() >= CLAIM, "it may be a short answer");
+    assert_eq!(second.read(), 0);
+    assert!(bed.reserved() <= KEPT.scaled(2.0), "{}", bed.reserved());
+    drop((first, second));
+}
+
+/// The bug: an answer of unknown length that waited once taught what it had held until then.
+#[test]
+fn a_short_answer_of_unknown_length_keeps_its_claim_and_teaches_when_it_ends() {
+    let bed = Bed::new();
+    let layer = layer(&bed);
+    for _ in 0..8 {
+        let mut short = open(&layer, Fed::default()).expect("it fits");
+        assert_eq!(short.read(), 0);
+        assert!(bed.reserved() >= CLAIM, "{}", bed.reserved());
+        drop(short.permit.measure(|| black_box(vec![1_u8; 8 << 20])));
+        short.feed.arrives(1);
+        short.feed.ends();
+        assert_eq!(short.read(), 1);
+    }
+    let next = open(&layer, Fed::default()).expect("it fits");
+    assert!(bed.reserved() >= ByteSize::mib(8), "{}", bed.reserved());
+    drop(next);
+}
+
+/// A query whose result is computed while it is sent.
+#[test]
+fn answers_of_a_route_in_which_one_grew_late_keep_their_claims() {
+    let bed = Bed::new();
+    let layer = layer(&bed);
+    let late = bed.open_for_long(&layer);
+    assert!(bed.reserved() <= KEPT, "{}", bed.reserved());
+    let held = late.permit.measure(|| vec![1_u8; 3 << 20]);
+    drop((held, late));
+    let next = bed.open_for_long(&layer);
+    assert!(bed.reserved() >= CLAIM, "{}", bed.reserved());
+    bed.pass(Duration::from_secs(60));
+    assert!(bed.reserved() <= KEPT, "one that lasts for a minute is a stream all the same");
+    drop(next);
+}
+
+/// The bug: what the handler of a stream had reserved in advance was released at the next report.
+#[test]
+fn what_a_stream_reserves_in_advance_stays_reserved() {
+    let bed = Bed::new();
+    let stream = bed.open_for_long(&layer(&bed));
+    stream.permit.grow(ByteSize::mib(8)).expect("there is room");
+    let held = stream.permit.measure(|| vec![1_u8; 1 << 20]);
+    assert!(bed.reserved() >= ByteSize::mib(8), "{}", bed.reserved());
+    stream.permit.shrink(ByteSize::mib(8));
+    drop(stream.permit.measure(|| vec![1_u8; 1 << 20]));
+    assert!(bed.reserved() <= ByteSize::mib(3), "{}", bed.reserved());
+    drop((held, stream));
+}
+
+#[test]
 fn a_stream_that_grows_reserves_what_it_holds() {
     let bed = Bed::new();
-    let mut stream = open(&layer(&bed), Fed::default()).expect("it fits");
-    assert_eq!(stream.read(), 0);
+    let stream = bed.open_for_long(&layer(&bed));
     let before = bed.reserved();
     let more = ByteSize::mib(3);
     let held = stream.permit.measure(|| vec![1_u8; 3 << 20]);
@@ -109,7 +194,9 @@ fn a_stream_that_grows_reserves_what_it_holds() {
 #[test]
 fn a_stream_that_never_waits_keeps_its_claim_for_its_first_frames_only() {
     let bed = Bed::new();
-    let mut stream = open(&layer(&bed), Fed::default()).expect("it fits");
+    let layer = layer(&bed);
+    let first = bed.open_for_long(&layer);
+    let mut stream = open(&layer, Fed::default()).expect("it fits");
     let claim = bed.reserved();
     let mut cx = Context::from_waker(Waker::noop());
     for frame in 1..=40 {
@@ -119,7 +206,8 @@ fn a_stream_that_never_waits_keeps_its_claim_for_its_first_frames_only() {
             assert_eq!(bed.reserved(), claim, "it may be a short answer");
         }
     }
-    assert!(bed.reserved() <= KEPT, "{}", bed.reserved());
+    assert!(bed.reserved() <= KEPT.scaled(2.0), "{}", bed.reserved());
+    drop((first, stream));
 }
 
 #[test]
@@ -128,21 +216,78 @@ fn the_claim_lasts_until_a_body_of_known_length_has_arrived() {
     let body = Full::new(Bytes::from_static(&[1; FRAME]));
     let mut stream = open(&layer(&bed), body).expect("it fits");
     let claim = bed.reserved();
-    assert_eq!((stream.read(), bed.reserved()), (0, claim), "its handler may collect it");
-    stream.sent = None;
     assert_eq!(stream.read(), 0);
+    bed.pass(LASTED);
+    assert_eq!(bed.reserved(), claim, "its handler may collect it");
+    stream.sent = None;
+    bed.pass(STEP);
     assert!(bed.reserved() <= KEPT, "{}", bed.reserved());
 }
 
 #[test]
 fn an_answer_of_known_length_and_a_trusted_estimate_keep_the_claim() {
     let bed = Bed::new();
-    let mut trusted = open(&layer(&bed).without_slow_start(), Fed::default()).expect("it fits");
-    assert_eq!((trusted.read(), bed.reserved()), (0, CLAIM));
+    let trusted = bed.open_for_long(&layer(&bed).without_slow_start());
+    assert_eq!(bed.reserved(), CLAIM);
     drop(trusted);
     let mut stream = open(&layer(&bed), Fed::default()).expect("it fits");
     stream.feed.arrives(1);
     stream.feed.ends();
     let claim = bed.reserved();
     assert_eq!((stream.read(), bed.reserved()), (1, claim), "it did not wait");
+}
+
+/// The bug: the stream went on, and its body kept its place in the queue and what it was to reserve.
+#[test]
+fn a_stream_whose_body_waits_in_the_queue_releases_its_claim_when_it_has_left_the_queue() {
+    let bed = Bed::new();
+    let (feed, kept) = (Fed::default(), Arc::new(Mutex::new(None)));
+    let (slot, full) = (Arc::clone(&kept), Arc::new(Mutex::new(None)));
+    let (admission, rest) = (bed.memory.admission().clone(), Arc::clone(&full));
+    let handler = move |request: Request<RequestBody<Fed>>| {
+        let ledger = admission.ledger(Budget::Host);
+        let left = ledger.allowance().saturating_sub(ledger.reserved());
+        let left = admission.try_admit(Cost::host(left)).expect("it fits");
+        *rest.lock().expect("not poisoned") = Some(left);
+        let mut body = Box::pin(request.into_body());
+        let mut cx = Context::from_waker(Waker::noop());
+        let mut frames = Vec::new();
+        while let Poll::Ready(frame) = body.as_mut().poll_frame(&mut cx) {
+            frames.push(frame);
+        }
+        *slot.lock().expect("not poisoned") = Some((body, frames));
+        std::future::ready(Ok::<_, Broken>(Response::new(Fed::default())))
+    };
+    let layer = layer(&bed);
+    let first = Fed::default();
+    first.arrives(1);
+    first.ends();
+    assert!(poll(&mut bed.upload_to(layer.clone(), &first)).is_ready(), "bodies are read");
+    feed.arrives(20);
+    let request = Request::post("/").version(Version::HTTP_2).body(feed).expect("a valid head");
+    let mut call = Box::pin(layer.layer(service_fn(handler)).call(request));
+    let Poll::Ready(Ok(answer)) = poll(&mut call) else { panic!("it answers at once") };
+    let (mut answer, mut cx) = (Box::pin(answer.into_body()), Context::from_waker(Waker::noop()));
+    assert!(answer.as_mut().poll_frame(&mut cx).is_pending());
+    let kept_of_it = || bed.reserved().saturating_sub(held(&full));
+    let (waiting, reserved) = (bed.stats().waiting, kept_of_it());
+    assert_eq!(waiting, 1, "its body");
+    bed.pass(LASTED);
+    assert_eq!((bed.stats().waiting, kept_of_it()), (1, reserved));
+    advance_until(&bed.clock, STEP, "its deadline", || bed.stats().waiting == 0);
+    let (mut body, frames) = kept.lock().expect("not poisoned").take().expect("it was kept");
+    while body.as_mut().poll_frame(&mut cx).is_ready() {}
+    drop(frames);
+    bed.pass(STEP);
+    assert!(kept_of_it() < reserved, "{} of {reserved}", kept_of_it());
+    drop((answer, body));
+}
+
+/// Returns what a permit holds.
+fn held(permit: &Mutex<Option<Permit>>) -> ByteSize {
+    permit
+        .lock()
+        .expect("not poisoned")
+        .as_ref()
+        .map_or(ByteSize::ZERO, |permit| permit.cost().host)
 }

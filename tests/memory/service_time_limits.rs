@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{Request, Response, StatusCode};
-use http_body::Body;
+use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt, Empty, Full};
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::service::{
@@ -59,7 +59,7 @@ fn poll_in<F: Future + ?Sized>(task: &Arc<Woken>, future: Pin<&mut F>) -> Poll<F
 
 impl Bed {
     /// Lets this time pass, as the control loop sees it.
-    fn pass(&self, time: Duration) {
+    pub(crate) fn pass(&self, time: Duration) {
         self.pass_with(time, || ());
     }
 
@@ -186,6 +186,51 @@ fn a_stream_in_both_directions_may_be_silent() {
         assert!(poll(&mut Box::pin(sent.frame())).is_pending());
     });
     assert_eq!((bed.count(RejectReason::SlowClient), bed.stats().held()), (0, 1));
+}
+
+/// A body of a megabyte.
+struct Declared(Fed);
+
+impl Body for Declared {
+    type Data = Bytes;
+    type Error = Broken;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
+        Pin::new(&mut self.0).poll_frame(cx)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact(1 << 20)
+    }
+}
+
+/// The bug: once its handler had answered, a body that never came kept its claim forever.
+#[test]
+fn a_declared_body_keeps_its_pace_after_the_answer() {
+    let bed = Bed::new();
+    let kept = Arc::new(Mutex::new(None));
+    let slot = Arc::clone(&kept);
+    let handler = move |request: Request<RequestBody<Declared>>| {
+        let mut body = request.into_body();
+        assert!(poll(&mut Box::pin(body.frame())).is_pending());
+        *slot.lock().expect("not poisoned") = Some(body);
+        std::future::ready(Ok::<_, Infallible>(Response::new(Fed::default())))
+    };
+    let layer = bed.memory.layer().with_min_data_rate(RATE, GRACE);
+    let request = Request::post("/").body(Declared(Fed::default())).expect("a valid head");
+    let mut call = Box::pin(layer.layer(service_fn(handler)).call(request));
+    let Poll::Ready(Ok(answer)) = poll(&mut call) else { panic!("it answers at once") };
+    let (mut answer, mut sent) = (answer.into_body(), kept.lock().expect("not poisoned").take());
+    let sent = sent.as_mut().expect("it was kept");
+    assert!(poll(&mut Box::pin(answer.frame())).is_pending());
+    let is_found = || {
+        assert!(poll(&mut Box::pin(sent.frame())).is_pending());
+        bed.count(RejectReason::SlowClient) == 1
+    };
+    advance_until(&bed.clock, STEP, "a slow client", is_found);
 }
 
 /// The bug: announced bodies that never came held the allowance for ever.

@@ -117,7 +117,7 @@ const MUTANTS: &[Mutant] = &[
         about: "a block that waits for the work of others may be moved meanwhile",
         text: "    state.region_mut(target.region).pins.begin_operation(placed.id);\n",
         replacement: "",
-        test: "schedules::calls::a_block_that_has_not_arrived_is_not_moved",
+        test: "streams::a_block_that_comes_after_anothers_work_is_not_moved_before_it_has_arrived",
     },
     Mutant {
         name: "captured-event",

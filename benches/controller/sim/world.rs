@@ -599,7 +599,7 @@ impl World {
         let need = self.need_of(estimate);
         let ledger = self.admission.ledger(Budget::Host);
         let (room, clock) = (ledger.learned_room(), Arc::clone(&self.clock) as _);
-        let slot = match estimate <= ledger.ceiling() {
+        let mut slot = match estimate <= ledger.ceiling() {
             true => need.enter(room.all, &clock, false).map_err(|running| {
                 let state = self.admission.state();
                 state.reject(state.slow_start(running))
@@ -609,7 +609,8 @@ impl World {
         let claim = need.claim(room);
         let mut permit = self.admission.try_admit(Cost::host(claim))?;
         permit.report(ByteSize::ZERO);
-        if let Some(slot) = &slot {
+        if let Some(slot) = &mut slot {
+            slot.begin();
             permit.mark_unlearned(slot);
         }
         Ok((permit, Some(Terms { need, claim, slot })))

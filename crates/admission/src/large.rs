@@ -92,12 +92,7 @@ pub trait LargeRequest: Send + Sync {
     /// Wakes its handler.
     fn wake(&self) {}
 
-    /// Returns `true` if [`LargeRequest::check_time`] does something.
-    fn has_time_limit(&self) -> bool {
-        false
-    }
-
-    /// Ends it if a time limit has passed, by the control loop's clock.
+    /// Ends it if a time limit has passed, by the control loop's clock. Called about every 100 ms.
     fn check_time(&self, _now: Moment) {}
 
     /// Describes it at this time, by the control loop's clock. Returns `false`, with the description
@@ -169,8 +164,6 @@ pub struct LargeRequests {
     now: AtomicU64,
     /// `true` if a registered request may have been cancelled and may still run.
     has_cancelled: AtomicBool,
-    /// `true` once a request with a time limit was added.
-    has_timed: AtomicBool,
 }
 
 #[derive(Default)]
@@ -205,7 +198,6 @@ impl LargeRequests {
         *self.registry() = Registry::default();
         self.now.store(0, Ordering::Relaxed);
         self.has_cancelled.store(false, Ordering::Relaxed);
-        self.has_timed.store(false, Ordering::Relaxed);
     }
 
     /// Adds a request that has reserved so many bytes. If the registry is full, the request
@@ -213,9 +205,6 @@ impl LargeRequests {
     /// that of a request that has ended since the last search.
     #[cold]
     pub(super) fn add(&self, request: Arc<dyn LargeRequest>, reserved: ByteSize) {
-        if request.has_time_limit() {
-            self.has_timed.store(true, Ordering::Relaxed);
-        }
         let mut registry = self.registry();
         let count = registry.requests.len();
         if count >= LARGE_MAX && reserved <= registry.smallest {
@@ -382,9 +371,6 @@ impl LargeRequests {
     }
 
     fn check_time(&self, now: Moment) {
-        if !self.has_timed.load(Ordering::Relaxed) {
-            return;
-        }
         let mut registry = self.registry();
         if now - registry.time_checked >= TIME_CHECKED_EVERY {
             registry.time_checked = now;

@@ -42,7 +42,7 @@ use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
-use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use lowtide_core::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use lowtide_core::sync::{Mutex, lock};
 
 use crate::tally::SizeClass;
@@ -195,6 +195,8 @@ struct RouteNeed {
     family: Arc<AtomicU64>,
     /// Set once the caller's estimate is no longer used.
     is_known: AtomicBool,
+    /// What is known of its requests: [`STREAMS`], [`GROWS_LATE`] and [`READS`].
+    habits: AtomicU8,
     average: Mutex<Average>,
     slow_start: Arc<Mutex<SlowStart>>,
     lessons_min: u32,
@@ -203,6 +205,13 @@ struct RouteNeed {
     usage: OnceLock<Arc<Usage>>,
     is_of_one_route: bool,
 }
+
+/// An answer without a known end has lasted.
+pub const STREAMS: u8 = 1;
+/// One has grown after it had lasted, as that of a query whose result is computed while it is sent.
+pub const GROWS_LATE: u8 = 2;
+/// A handler has read a body.
+pub const READS: u8 = 4;
 
 /// The average of the last requests.
 #[derive(Clone, Copy, Debug, Default)]
@@ -269,6 +278,7 @@ impl RouteNeed {
             running: AtomicU64::new(0),
             family,
             is_known: AtomicBool::new(false),
+            habits: AtomicU8::new(0),
             average: Mutex::default(),
             slow_start: Arc::new(Mutex::new(SlowStart::new(lessons_min))),
             lessons_min,
@@ -318,6 +328,17 @@ impl Compared {
             let ratio = held.as_f64() / self.compared.as_f64();
             self.need.running.fetch_max(ratio.to_bits(), Ordering::Relaxed);
         }
+    }
+
+    /// Returns `true` if this habit of the route's requests is known: [`STREAMS`], [`GROWS_LATE`] or
+    /// [`READS`].
+    pub fn has(&self, habit: u8) -> bool {
+        self.need.habits.load(Ordering::Relaxed) & habit != 0
+    }
+
+    /// Records a habit.
+    pub fn note(&self, habit: u8) {
+        self.need.habits.fetch_or(habit, Ordering::Relaxed);
     }
 
     /// Records a request that did not complete, which is no evidence of a small need.
@@ -411,15 +432,16 @@ impl Compared {
             Err(running) if !observes => return Err(running),
             entered => entered.is_err(),
         };
-        slow_start.running += u32::from(is_over_limit);
         let (slow_start, clock) = (Arc::clone(&self.need.slow_start), Arc::clone(clock));
+        let (has_begun, succeeded, has_left) = (false, false, false);
         Ok(Some(Box::new(SlowStartPermit {
             slow_start,
             clock,
             entered,
             is_over_limit,
-            succeeded: false,
-            has_left: false,
+            has_begun,
+            succeeded,
+            has_left,
         })))
     }
 }
@@ -487,15 +509,19 @@ impl SlowStart {
         self.succeeded >= self.successes
     }
 
-    /// Lets one more request run if the limit allows it, or returns how many run. `first` is the
-    /// limit at the start. [`SlowStart::leave`] ends the request.
-    fn enter(&mut self, first: u32, now: Moment) -> Result<(), u32> {
+    /// Returns the time since which requests have run without a break, if one begins now beside so
+    /// many others.
+    fn since(&self, others: u32, now: Moment) -> Moment {
         // A client that reconnects at once after each failure makes no break.
-        let is_break = self.failed.take().is_some_and(|failed| now - failed >= STEP);
-        if is_break && self.running == 0 {
-            self.since = None;
-        }
-        let since = *self.since.get_or_insert(now);
+        let is_break = others == 0 && self.failed.is_some_and(|failed| now - failed >= STEP);
+        self.since.filter(|_| !is_break).unwrap_or(now)
+    }
+
+    /// Lets one more request run if the limit allows it, or returns how many run. `first` is the
+    /// limit at the start. [`SlowStart::begin`] begins the request, and [`SlowStart::leave`] or
+    /// [`SlowStart::cancel`] ends it.
+    fn enter(&mut self, first: u32, now: Moment) -> Result<(), u32> {
+        let since = self.since(self.running, now);
         let steps = self.arrived.map_or(0, |at| steps(now, at, STEP));
         let steps = steps.max(self::steps(now, since, STEP * ARRIVING));
         let steps = if self.working > 0 { 0 } else { steps };
@@ -520,10 +546,28 @@ impl SlowStart {
         self.running = self.running.saturating_sub(1);
         self.succeeded = self.succeeded.saturating_add(u32::from(succeeded));
         if self.running == 0 {
-            self.arrived = None;
-            self.failed = (!succeeded && now - entered >= LASTS).then_some(now);
-            self.since = self.since.filter(|_| self.failed.is_some());
+            self.end((!succeeded && now - entered >= LASTS).then_some(now));
         }
+    }
+
+    /// Begins a request that entered then.
+    fn begin(&mut self, entered: Moment) {
+        self.since = Some(self.since(self.running.saturating_sub(1), entered));
+        self.failed = None;
+    }
+
+    /// Ends a request that did not begin: it is no break, and no failure.
+    fn cancel(&mut self) {
+        self.running = self.running.saturating_sub(1);
+        if self.running == 0 {
+            self.end(self.failed);
+        }
+    }
+
+    /// Records that none runs any more, and since when if the last one failed.
+    fn end(&mut self, failed: Option<Moment>) {
+        (self.arrived, self.failed) = (None, failed);
+        self.since = self.since.filter(|_| failed.is_some());
     }
 }
 
@@ -542,12 +586,19 @@ pub struct SlowStartPermit {
     entered: Moment,
     /// `true` if only observe mode admitted it.
     pub(crate) is_over_limit: bool,
+    has_begun: bool,
     /// `true` if its handler succeeded.
     pub succeeded: bool,
     has_left: bool,
 }
 
 impl SlowStartPermit {
+    /// Records that its request runs. Dropped before that, it leaves no trace.
+    pub fn begin(&mut self) {
+        self.has_begun = true;
+        lock(&self.slow_start).begin(self.entered);
+    }
+
     /// Records that its body has arrived.
     pub fn arrived(&self) {
         lock(&self.slow_start).arrived.get_or_insert_with(|| self.clock.now());
@@ -573,7 +624,11 @@ impl SlowStartPermit {
 
 impl Drop for SlowStartPermit {
     fn drop(&mut self) {
-        self.leave();
+        if self.has_begun {
+            self.leave();
+        } else {
+            lock(&self.slow_start).cancel();
+        }
     }
 }
 
@@ -740,11 +795,20 @@ mod tests {
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod slow_start_tests {
+    use lowtide_core::clock::ManualClock;
+
     use super::*;
+
+    /// Enters and begins.
+    fn begin(route: &mut SlowStart, first: u32, now: Moment) -> Result<(), u32> {
+        route.enter(first, now)?;
+        route.begin(now);
+        Ok(())
+    }
 
     /// Enters until rejected, at most 1000 times. Returns the number of requests that entered.
     fn fill(route: &mut SlowStart, now: Moment) -> u32 {
-        let entered = (0..1000).take_while(|_| route.enter(1, now).is_ok()).count();
+        let entered = (0..1000).take_while(|_| begin(route, 1, now).is_ok()).count();
         u32::try_from(entered).expect("at most 1000")
     }
 
@@ -754,8 +818,8 @@ mod slow_start_tests {
         let now = Moment::ORIGIN;
         for generation in [1, 2, 4] {
             assert_eq!(fill(&mut route, now), generation);
-            assert_eq!(route.enter(1, now), Err(generation));
-            assert_eq!(route.enter(2, now), Ok(()), "one that needs half as much");
+            assert_eq!(begin(&mut route, 1, now), Err(generation));
+            assert_eq!(begin(&mut route, 2, now), Ok(()), "one that needs half as much");
             leave(&mut route, false);
             (0..generation).for_each(|_| leave(&mut route, true));
         }
@@ -778,7 +842,7 @@ mod slow_start_tests {
         let mut route = SlowStart::new(8);
         let mut now = Moment::ORIGIN;
         let mut waited = 0;
-        while route.enter(1, now) == Ok(()) && route.enter(1, now).is_err() {
+        while begin(&mut route, 1, now) == Ok(()) && begin(&mut route, 1, now).is_err() {
             let entered = now;
             now = now + 7 * LASTS;
             waited += 7;
@@ -790,10 +854,46 @@ mod slow_start_tests {
         let mut route = SlowStart::new(8);
         for second in 0..20 {
             let now = Moment::ORIGIN + second * LASTS;
-            assert_eq!(route.enter(1, now), Ok(()));
-            assert_eq!(route.enter(1, now), Err(1), "a break, or a quick failure");
+            assert_eq!(begin(&mut route, 1, now), Ok(()));
+            assert_eq!(begin(&mut route, 1, now), Err(1), "a break, or a quick failure");
             route.leave(false, now, now + LASTS / 2);
         }
+    }
+
+    /// The bug: an upload over HTTP/2 entered and left at once, and earlier failures were forgotten.
+    #[test]
+    fn a_request_that_leaves_before_it_ran_is_no_break() {
+        let (needs, manual) = (Needs::default(), Arc::new(ManualClock::new()));
+        let kind = Kind { route: 1, is_declared: true, has_many_routes: false };
+        let (need, clock) = (needs.of(kind, ByteSize::mib(1), false), manual.clone() as _);
+        let enter = || need.enter(ByteSize::mib(64), &clock);
+        let mut waited = 0;
+        loop {
+            let mut one = enter().expect("none runs").expect("its need is not known");
+            one.begin();
+            if enter().is_ok() {
+                break;
+            }
+            manual.advance(7 * LASTS);
+            waited += 7;
+            drop(one);
+            drop(enter());
+            manual.advance(STEP / 2);
+            assert!(waited < 100, "{waited} s");
+        }
+        assert_eq!(waited, 14, "two may run after eight seconds");
+    }
+
+    /// The bug: the last one that had not begun brought back the time of requests long gone.
+    #[test]
+    fn requests_that_leave_before_they_ran_lift_no_limit_beside_others() {
+        let mut route = SlowStart::new(8);
+        let now = Moment::ORIGIN;
+        assert_eq!((begin(&mut route, 2, now), route.enter(2, now)), (Ok(()), Ok(())));
+        route.arrived = Some(now);
+        leave(&mut route, false);
+        route.cancel();
+        assert_eq!(fill(&mut route, now + 70 * LASTS), 1);
     }
 
     #[test]

@@ -47,6 +47,8 @@ struct RequestReservation {
     is_suspended: bool,
     /// Why it would not run, if only observe mode admits it.
     observed: Option<RejectReason>,
+    /// Its whole claim was reserved once.
+    is_started: bool,
 }
 
 /// The right to hold bytes. Dropping it releases them.
@@ -71,6 +73,13 @@ impl Permit {
         is_exempt: bool,
     ) -> Self {
         Self { state, held: PermitHold::Request(RequestReservation::new(cost, is_exempt)) }
+    }
+
+    /// Creates the permit of a suspended request, whose claim was never reserved.
+    pub(super) fn of_suspended(state: &'static AdmissionState, bytes: ByteSize) -> Self {
+        let mut permit = Self::of_request(state, Cost::host(bytes), false);
+        permit.change(|request| (request.is_suspended, request.is_started) = (true, false));
+        permit
     }
 
     pub(super) fn resource(
@@ -298,7 +307,8 @@ impl Permit {
         priority: Priority,
     ) -> Result<(), Rejected> {
         let more = claim.saturating_sub(self.cost().host);
-        let booked = self.state.book_again(waiting.map(Waiting::id), more, priority);
+        let (waits, is_started) = (waiting.map(Waiting::id), self.is_started());
+        let booked = self.state.book_again(waits, more, priority, is_started);
         let booked = self.or_observe(booked, more)?;
         self.add(booked);
         self.set_resumed();
@@ -323,7 +333,13 @@ impl Permit {
 
     /// Ends the suspension without reserving more.
     pub fn set_resumed(&mut self) {
-        self.change(|request| request.is_suspended = false);
+        self.change(|request| (request.is_suspended, request.is_started) = (false, true));
+    }
+
+    /// Returns `false` if it was admitted to receive its body, and its claim was never reserved.
+    #[must_use]
+    pub fn is_started(&self) -> bool {
+        self.request().is_none_or(|request| request.is_started)
     }
 
     const fn request(&self) -> Option<&RequestReservation> {
@@ -355,8 +371,8 @@ impl Permit {
 impl RequestReservation {
     const fn new(cost: Cost, is_exempt: bool) -> Self {
         let unlearned = ByteSize::ZERO;
-        let (measured, is_suspended, observed) = (None, false, None);
-        Self { cost, is_exempt, measured, unlearned, is_suspended, observed }
+        let (measured, is_suspended, observed, is_started) = (None, false, None, true);
+        Self { cost, is_exempt, measured, unlearned, is_suspended, observed, is_started }
     }
 
     /// Returns its parts of the sums over all requests ([`AdmissionState::replace_parts`]).

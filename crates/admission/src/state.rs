@@ -586,17 +586,23 @@ impl AdmissionState {
     }
 
     /// Admits a request for whose claim there is no room, so that its body can arrive: it reserves
-    /// so many bytes and is suspended. Returns `None` if there is no room for them either.
-    pub fn admit_suspended(&'static self, bytes: ByteSize, priority: Priority) -> Option<Permit> {
+    /// so many bytes and is suspended. It counts as one with its claim. Returns `None` if there is
+    /// no room for the bytes either.
+    pub fn admit_suspended(
+        &'static self,
+        bytes: ByteSize,
+        claim: ByteSize,
+        priority: Priority,
+    ) -> Option<Permit> {
         if self.sheds(priority) || !self.host.has_room_for_suspended() {
             return None;
         }
         let host = book(&self.host, bytes, Ledger::try_book_more).ok()?;
         let place = ShardId::here();
-        self.tally(place).admit(place, host, ByteSize::ZERO);
-        let mut permit = Permit::of_request(self, Cost::host(host), false);
-        permit.suspend(host);
-        Some(permit)
+        self.tally(place).admit(place, claim, ByteSize::ZERO);
+        // Of its claim only these bytes are reserved, and the rest when it resumes.
+        self.tally(place).grow(place, ByteSize::new(host.get().wrapping_sub(claim.get())));
+        Some(Permit::of_suspended(self, host))
     }
 
     /// Reserves host memory for what arrives of the body of a suspended request. Returns `false`
@@ -611,13 +617,18 @@ impl AdmissionState {
     }
 
     /// Reserves host memory for a request whose reservation was suspended, in the order of the
-    /// queue. Returns the bytes reserved. A rejection is not counted.
+    /// queue. One that has not started is rejected by level, as a new one. Returns the bytes
+    /// reserved. A rejection is not counted.
     pub(super) fn book_again(
         &'static self,
         waits: Option<&WaitId>,
         bytes: ByteSize,
         priority: Priority,
+        is_started: bool,
     ) -> Result<ByteSize, Rejected> {
+        if !is_started && self.sheds(priority) {
+            return Err(self.away());
+        }
         let cost = Cost::host(bytes);
         let booked = self.book_in_order(waits, cost, priority, None)?;
         Ok(self.count_growth(booked.host))

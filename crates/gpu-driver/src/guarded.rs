@@ -14,7 +14,7 @@ use std::sync::{Arc, OnceLock};
 use crate::error::DriverResult;
 use crate::{
     Backend, Capabilities, DeviceAddress, DeviceMemory, DeviceUuid, Driver, DriverError,
-    EventHandle, HostMemory, HostStore, StoreSpan, StreamHandle,
+    EventHandle, HostMemory, HostStore, StreamHandle,
 };
 use lowtide_core::bytes::ByteSize;
 
@@ -129,8 +129,8 @@ unsafe impl Driver for Guarded {
             from: DeviceAddress, to: DeviceAddress, size: ByteSize, stream: StreamHandle
         ) -> ();
         host_store_destroy(store: HostStore) -> ();
-        offload(from: DeviceAddress, into: StoreSpan, stream: StreamHandle) -> ();
-        restore(from: StoreSpan, to: DeviceAddress, stream: StreamHandle) -> ();
+        offload(from: DeviceAddress, into: HostStore, stream: StreamHandle) -> ();
+        restore(from: HostStore, to: DeviceAddress, stream: StreamHandle) -> ();
         copy_from_host(
             from: NonNull<u8>, to: DeviceAddress, size: ByteSize, stream: StreamHandle
         ) -> ();

@@ -132,8 +132,30 @@ impl Staging {
         put: &mut dyn FnMut(u64, &[u8]),
     ) -> Result<(), DriverError> {
         self.with_ring(driver, stream, |ring| {
-            // SAFETY: the contract of this function.
-            unsafe { ring.offload(driver, (from, size), stream, put) }
+            let count = ring.buffers.len();
+            let mut queued = VecDeque::with_capacity(count);
+            let mut take = |ring: &mut Ring, (nth, offset, size): (usize, ByteSize, ByteSize)| {
+                let buffer = &mut ring.buffers[nth % count];
+                buffer.wait(driver)?;
+                put(offset.get(), buffer.bytes(size));
+                Ok(())
+            };
+            for (nth, (offset, size)) in parts(size).enumerate() {
+                if queued.len() == count
+                    && let Some(first) = queued.pop_front()
+                {
+                    take(ring, first)?;
+                }
+                let buffer = &mut ring.buffers[nth % count];
+                buffer.wait(driver)?; // for an earlier copy to a device
+                // SAFETY: the buffer has room and no copy in progress; the rest is the contract of
+                // this function.
+                unsafe { driver.copy_to_host(at(from, offset), buffer.start, size, stream) }?;
+                // SAFETY: the buffer's own event, and the stream of the copy.
+                unsafe { buffer.mark(driver, stream) }?;
+                queued.push_back((nth, offset, size));
+            }
+            queued.into_iter().try_for_each(|part| take(ring, part))
         })
     }
 
@@ -154,8 +176,18 @@ impl Staging {
         get: &mut dyn FnMut(u64, &mut [u8]),
     ) -> Result<(), DriverError> {
         self.with_ring(driver, stream, |ring| {
-            // SAFETY: the contract of this function.
-            unsafe { ring.restore(driver, (to, size), stream, get) }
+            let count = ring.buffers.len();
+            for (nth, (offset, size)) in parts(size).enumerate() {
+                let buffer = &mut ring.buffers[nth % count];
+                buffer.wait(driver)?;
+                get(offset.get(), buffer.bytes(size));
+                // SAFETY: the part of the buffer is filled and not written to before the event was
+                // waited for; the rest is the contract of this function.
+                unsafe { driver.copy_from_host(buffer.start, at(to, offset), size, stream) }?;
+                // SAFETY: the buffer's own event, and the stream of the copy.
+                unsafe { buffer.mark(driver, stream) }?;
+            }
+            Ok(())
         })
     }
 
@@ -232,64 +264,6 @@ impl Ring {
             // SAFETY: an event of the driver that nothing else uses. An error destroys it as well.
             let _ = unsafe { driver.event_destroy(buffer.event) };
             self.buffers.pop();
-        }
-        Ok(())
-    }
-
-    /// # Safety
-    /// As for [`Staging::offload`].
-    unsafe fn offload(
-        &mut self,
-        driver: &dyn Driver,
-        (from, size): (DeviceAddress, ByteSize),
-        stream: StreamHandle,
-        put: &mut dyn FnMut(u64, &[u8]),
-    ) -> DriverResult {
-        let count = self.buffers.len();
-        let mut queued = VecDeque::with_capacity(count);
-        let mut take = |ring: &mut Self, (nth, offset, size): (usize, ByteSize, ByteSize)| {
-            let buffer = &mut ring.buffers[nth % count];
-            buffer.wait(driver)?;
-            put(offset.get(), buffer.bytes(size));
-            Ok(())
-        };
-        for (nth, (offset, size)) in parts(size).enumerate() {
-            if queued.len() == count
-                && let Some(first) = queued.pop_front()
-            {
-                take(self, first)?;
-            }
-            let buffer = &mut self.buffers[nth % count];
-            buffer.wait(driver)?; // for an earlier copy to a device
-            // SAFETY: the buffer has room and no copy in progress; the rest is the contract of this
-            // function.
-            unsafe { driver.copy_to_host(at(from, offset), buffer.start, size, stream) }?;
-            // SAFETY: the buffer's own event, and the stream of the copy.
-            unsafe { buffer.mark(driver, stream) }?;
-            queued.push_back((nth, offset, size));
-        }
-        queued.into_iter().try_for_each(|part| take(self, part))
-    }
-
-    /// # Safety
-    /// As for [`Staging::restore`].
-    unsafe fn restore(
-        &mut self,
-        driver: &dyn Driver,
-        (to, size): (DeviceAddress, ByteSize),
-        stream: StreamHandle,
-        get: &mut dyn FnMut(u64, &mut [u8]),
-    ) -> DriverResult {
-        let count = self.buffers.len();
-        for (nth, (offset, size)) in parts(size).enumerate() {
-            let buffer = &mut self.buffers[nth % count];
-            buffer.wait(driver)?;
-            get(offset.get(), buffer.bytes(size));
-            // SAFETY: the part of the buffer is filled and not written to before the event was
-            // waited for; the rest is the contract of this function.
-            unsafe { driver.copy_from_host(buffer.start, at(to, offset), size, stream) }?;
-            // SAFETY: the buffer's own event, and the stream of the copy.
-            unsafe { buffer.mark(driver, stream) }?;
         }
         Ok(())
     }

@@ -148,35 +148,16 @@ impl EventHandle {
     }
 }
 
-/// Host memory held by a driver, into which device memory is offloaded.
+/// Host memory held by a driver, into which device memory is offloaded, or a part of it.
 ///
 /// It is a number rather than a pointer, and only the driver accesses the memory. No slice of it
 /// can therefore exist while the device writes to it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct HostStore(u64);
-
-impl HostStore {
-    /// Creates a handle from its number.
-    #[must_use]
-    pub const fn new(number: u64) -> Self {
-        Self(number)
-    }
-
-    /// Returns the number of the store.
-    #[must_use]
-    pub const fn get(self) -> u64 {
-        self.0
-    }
-}
-
-/// A part of a [`HostStore`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StoreSpan {
-    /// The store.
-    pub store: HostStore,
-    /// The start of the part, as an offset into the store.
-    pub offset: ByteSize,
-    /// The size of the part.
+#[expect(clippy::exhaustive_structs, reason = "an address and a size")]
+pub struct HostStore {
+    /// Its address in the driver's own numbering: that of a part is higher by the part's offset.
+    pub at: u64,
+    /// Its size in bytes, or that of the part.
     pub size: ByteSize,
 }
 

@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use lowtide_gpu::clock::ManualClock;
 use lowtide_gpu::driver::{
-    Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, HostStore, StoreSpan,
+    Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, HostStore,
     StreamHandle,
 };
 use lowtide_gpu::{
@@ -241,19 +241,19 @@ unsafe impl Driver for NoDriver {
         Ok(())
     }
 
-    fn host_store_create(&self, _: ByteSize) -> Answer<HostStore> {
-        Ok(HostStore::new(self.take()))
+    fn host_store_create(&self, size: ByteSize) -> Answer<HostStore> {
+        Ok(HostStore { at: self.take(), size })
     }
 
     unsafe fn host_store_destroy(&self, _: HostStore) -> Answer {
         Ok(())
     }
 
-    unsafe fn offload(&self, _: DeviceAddress, _: StoreSpan, _: StreamHandle) -> Answer {
+    unsafe fn offload(&self, _: DeviceAddress, _: HostStore, _: StreamHandle) -> Answer {
         Ok(())
     }
 
-    unsafe fn restore(&self, _: StoreSpan, _: DeviceAddress, _: StreamHandle) -> Answer {
+    unsafe fn restore(&self, _: HostStore, _: DeviceAddress, _: StreamHandle) -> Answer {
         Ok(())
     }
 }

@@ -58,10 +58,11 @@ fn arriving(arena: &DeviceArena) -> ByteSize {
     ByteSize::new(arena.inner().lock_state().region(Region::Dynamic).arriving)
 }
 
-struct Chance(u64);
+/// Random numbers from a seed.
+pub(crate) struct Chance(pub(crate) u64);
 
 impl Chance {
-    fn below(&mut self, bound: u64) -> u64 {
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::thread::park_timeout;
 use std::time::Duration;
 
-use lowtide::config::arena::{ArenaOptions, SHRINK_OPTION, Targets};
+use lowtide::config::arena::{ArenaOptions, SHRINK_OPTION};
 use lowtide::config::{DeviceChoice, Profile};
 use lowtide::device::DeviceArena;
 use lowtide::heap::HostArena;
@@ -256,7 +256,7 @@ fn a_shared_arena_rules_over_session_keys_and_can_be_replaced_and_shrunk() {
     assert_eq!(runtime.allocator().stats().overflows, overflows);
     let before = committed();
     assert!(before >= ByteSize::mib(128), "{before}");
-    let ends = memory.devices().run(Targets::of_run([(SHRINK_OPTION, "gpu:0")]).unwrap()).unwrap();
+    let ends = memory.devices().run([(SHRINK_OPTION, "gpu:0")]).unwrap();
     run(&mut held.lock(), 10).unwrap();
     assert!(ends.end()[0].released >= ByteSize::mib(128));
     assert_eq!(committed(), ByteSize::ZERO);

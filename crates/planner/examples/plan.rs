@@ -20,7 +20,7 @@ use std::time::Duration;
 use clap::Parser;
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::{Clock, SystemClock};
-use lowtide_planner::{Heuristic, LifetimeEnds, Plan, PlanBudget, Planner, Problem};
+use lowtide_planner::{Heuristic, Plan, Planner, Problem};
 
 /// Plans the buffers of a CSV file.
 #[derive(Parser)]
@@ -52,10 +52,9 @@ fn main() -> ExitCode {
 }
 
 fn plan(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
-    let ends = if args.inclusive { LifetimeEnds::Inclusive } else { LifetimeEnds::AsNamed };
     let file = File::open(&args.path);
     let file = file.map_err(|error| format!("{}: {error}", args.path.display()))?;
-    let problem = Problem::read_csv(file, ends)
+    let problem = Problem::read_csv(file, args.inclusive)
         .map_err(|error| format!("{}: {error}", args.path.display()))?;
     let bound = problem.lower_bound()?;
     println!("{}: {} buffers", args.path.display(), problem.demands().len());
@@ -64,9 +63,8 @@ fn plan(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
     let clock = SystemClock::new();
     let started = clock.now();
     let seconds = || (clock.now() - started).as_secs_f64();
-    let budget = PlanBudget { time: args.budget, nodes: u64::MAX };
     let progress = |peak| println!("{:>9.3} s  {}", seconds(), beside(peak, bound));
-    let mut planner = Planner::new(&clock).budget(budget).on_better(progress);
+    let mut planner = Planner::new(&clock).budget(args.budget, u64::MAX).on_better(progress);
     planner = planner.enough(ByteSize::new(args.capacity.unwrap_or(0)));
     if let Some(limit) = args.segment_bytes {
         planner = planner.segments_of(ByteSize::new(limit));

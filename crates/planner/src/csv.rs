@@ -22,18 +22,6 @@ use super::problem::{Demand, Gap, Problem, Role};
 /// The longest line that is read: room for some ten thousand gaps.
 const LINE_MAX: u64 = 1 << 20;
 
-/// The meaning of the end of a lifetime in a file.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum LifetimeEnds {
-    /// As the column is named: `upper` is one past the last step, `end` is the last step.
-    #[default]
-    AsNamed,
-    /// The last step at which a buffer is live, for any column name.
-    Inclusive,
-    /// The first step at which a buffer is not live, for any column name.
-    HalfOpen,
-}
-
 impl From<io::Error> for PlanError {
     fn from(error: io::Error) -> Self {
         Self::Unwritable(error.kind())
@@ -58,24 +46,25 @@ const HINT: usize = 6;
 const GAPS: usize = 7;
 
 impl Problem {
-    /// Reads a problem from a file or another reader, with buffering.
+    /// Reads a problem from a file or another reader, with buffering. If `is_inclusive`, the end of
+    /// a lifetime is its last step for any name of the column.
     ///
     /// # Errors
     /// [`PlanError::AtLine`] for the first invalid line.
     ///
     /// ```
-    /// use lowtide_planner::{LifetimeEnds, Problem};
+    /// use lowtide_planner::Problem;
     /// let text = "id,lower,upper,size,gaps\nb1,0,9,4,3-5\nb2,3,5,4,\n";
-    /// let problem = Problem::read_csv(text.as_bytes(), LifetimeEnds::AsNamed)?;
+    /// let problem = Problem::read_csv(text.as_bytes(), false)?;
     /// assert_eq!(problem.lower_bound()?.get(), 4);
-    /// let wrong = Problem::read_csv("id,lower,upper,size\nb1,9,0,4\n".as_bytes(), LifetimeEnds::AsNamed);
+    /// let wrong = Problem::read_csv("id,lower,upper,size\nb1,9,0,4\n".as_bytes(), false);
     /// assert!(wrong.unwrap_err().to_string().starts_with("line 2: b1: live from 9"));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn read_csv(from: impl Read, ends: LifetimeEnds) -> Result<Self, PlanError> {
+    pub fn read_csv(from: impl Read, is_inclusive: bool) -> Result<Self, PlanError> {
         let mut lines = LineReader { from: BufReader::new(from), text: Vec::new(), number: 0 };
         let header = lines.next()?.unwrap_or_default();
-        let columns = Columns::of(header, ends).map_err(|fault| fault.at(1))?;
+        let columns = Columns::of(header, is_inclusive).map_err(|fault| fault.at(1))?;
         let mut problem = Self::new();
         let mut has_ended = false;
         loop {
@@ -93,16 +82,16 @@ impl Problem {
 
     /// Writes the problem, with the offsets of a plan, or the fixed offsets if there is none.
     /// Inputs and outputs are written with their extended lifetimes; external buffers are omitted.
+    /// The column of ends is `end`, the last step, if `is_inclusive`, and `upper` otherwise.
     ///
     /// # Errors
     /// [`PlanError`] if the file cannot be written, or a buffer shares memory of another.
     pub fn write_csv(
         &self,
         mut to: impl Write,
-        ends: LifetimeEnds,
+        is_inclusive: bool,
         plan: Option<&Plan>,
     ) -> Result<(), PlanError> {
-        let is_inclusive = ends == LifetimeEnds::Inclusive;
         let has_segments = plan.is_some_and(|plan| plan.segments().len() > 1);
         let own = || self.demands().iter().filter(|demand| demand.role != Role::External);
         let aligned = own().any(|demand| demand.align > 1);
@@ -162,8 +151,8 @@ struct Columns {
 }
 
 impl Columns {
-    fn of(header: &str, ends: LifetimeEnds) -> Result<Self, PlanError> {
-        let mut columns = Self { at: [None; COLUMNS.len()], count: 0, is_inclusive: false };
+    fn of(header: &str, is_inclusive: bool) -> Result<Self, PlanError> {
+        let mut columns = Self { at: [None; COLUMNS.len()], count: 0, is_inclusive };
         for name in header.split(',').map(str::trim) {
             let which = match name {
                 "id" | "buffer" | "buffer_id" => ID,
@@ -191,11 +180,6 @@ impl Columns {
         let missing = [ID, LOWER, UPPER, SIZE].into_iter().find(|at| columns.at[*at].is_none());
         if let Some(at) = missing {
             return Err(wrong("header", header, format!("a column {}", COLUMNS[at])));
-        }
-        match ends {
-            LifetimeEnds::AsNamed => {}
-            LifetimeEnds::Inclusive => columns.is_inclusive = true,
-            LifetimeEnds::HalfOpen => columns.is_inclusive = false,
         }
         Ok(columns)
     }

@@ -14,7 +14,7 @@ use lowtide_core::bytes::ByteSize;
 use super::error::PlanError;
 use super::planned::Plan;
 use super::problem::{BufferId, Demand, Problem, Role};
-use super::solve::{PlanBudget, Planner};
+use super::solve::Planner;
 
 /// A value of a [`Graph`]: an input, a node's result, or a view.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -337,14 +337,12 @@ impl Planner<'_> {
                 return Err(PlanError::KindTwice { name: (*name).into() });
             }
         }
-        let all = self.budget;
-        let deadline = self.clock.now() + all.time;
-        let (mut plans, mut nodes) = (Vec::with_capacity(kinds.len()), all.nodes);
+        let (time, mut nodes) = self.budget;
+        let (deadline, mut plans) = (self.clock.now() + time, Vec::with_capacity(kinds.len()));
         for ((kind, problem, limit), left) in kinds.iter().zip((1..=kinds.len()).rev()) {
             let left = u32::try_from(left).unwrap_or(u32::MAX);
             let time = (deadline - self.clock.now()) / left;
-            let budget = PlanBudget { time, nodes: nodes / u64::from(left) };
-            let plan = self.plan_within(problem, budget, *limit);
+            let plan = self.plan_within(problem, (time, nodes / u64::from(left)), *limit);
             let plan = plan.map_err(|error| PlanError::InKind {
                 kind: (*kind).into(),
                 error: Box::new(error),

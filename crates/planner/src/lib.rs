@@ -32,7 +32,7 @@
 //! # Ok::<(), lowtide_planner::PlanError>(())
 //! ```
 //!
-//! Invariants: every returned plan is verified; without a time limit (a `PlanBudget::time` of
+//! Invariants: every returned plan is verified; without a time limit (one of
 //! `Duration::MAX`) the same problem and the same budget of nodes produce the same plan.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
@@ -54,13 +54,12 @@ mod verify;
 pub use lowtide_core::{ByteSize, clock};
 
 pub use bump::{Bump, packed};
-pub use csv::LifetimeEnds;
 pub use error::PlanError;
 pub use graph::{Graph, ValueId};
 pub use order::Heuristic;
 pub use planned::{Plan, PlanCache, PlannedPlace};
 pub use problem::{BufferId, Demand, Gap, Problem, Role};
-pub use solve::{PlanBudget, Planner};
+pub use solve::Planner;
 
 /// The README's code, compiled.
 #[cfg(doctest)]

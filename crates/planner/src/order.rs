@@ -54,8 +54,7 @@ pub(super) enum OrderRule {
 }
 
 /// The size at which a class begins, by that of the one below it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct ClassRatio(u64, u64);
+type ClassRatio = (u64, u64);
 
 /// The rule within a class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,10 +118,10 @@ pub(super) const ONLINE: [Ruled; 3] = [
 /// Rules of planners, which see all buffers at once; the best ones for large parts come first
 /// (measured by the bench `plan`).
 pub(super) const OFFLINE: [Ruled; 9] = [
-    (OrderRule::Classes(ClassRatio(1, 1), Within::Birth), FitRule::First),
+    (OrderRule::Classes((1, 1), Within::Birth), FitRule::First),
     (OrderRule::Size, FitRule::Best), // TFLite, XLA by space
     (OrderRule::Size, FitRule::First),
-    (OrderRule::Classes(ClassRatio(3, 2), Within::Birth), FitRule::Best),
+    (OrderRule::Classes((3, 2), Within::Birth), FitRule::Best),
     (OrderRule::Area, FitRule::First),
     (OrderRule::Duration, FitRule::Best), // XLA by time
     (OrderRule::Area, FitRule::Best),
@@ -133,13 +132,7 @@ pub(super) const OFFLINE: [Ruled; 9] = [
 /// Classes of sizes, each in four orders with two fits.
 pub(super) fn classes() -> impl Iterator<Item = Ruled> {
     let withins = [Within::Birth, Within::Duration, Within::Death, Within::Area];
-    let ratios = [
-        ClassRatio(1, 1),
-        ClassRatio(2, 1),
-        ClassRatio(3, 2),
-        ClassRatio(5, 4),
-        ClassRatio(11, 10),
-    ];
+    let ratios = [(1, 1), (2, 1), (3, 2), (5, 4), (11, 10)];
     let rules = ratios
         .into_iter()
         .flat_map(move |ratio| withins.map(|within| OrderRule::Classes(ratio, within)));
@@ -191,7 +184,7 @@ fn by_classes(traits: &[Traits], order: &mut [u32], ratio: ClassRatio, within: W
 struct Classes(Vec<u64>);
 
 impl Classes {
-    fn new(ClassRatio(up, down): ClassRatio, largest: u64) -> Self {
+    fn new((up, down): ClassRatio, largest: u64) -> Self {
         let next = |at: &u64| (at + 1).max(at.saturating_mul(up) / down);
         let each = up == down;
         let starts =

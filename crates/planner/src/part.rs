@@ -265,18 +265,11 @@ fn bound(part: &Subproblem) -> u64 {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Walls {
     /// The segments of their own sizes.
-    own: Vec<WallRange>,
+    own: Vec<Range<u64>>,
     /// The start of the segments of maximum size, the distance between them, and their size.
     begin: u64,
     stride: u64,
     size: u64,
-}
-
-/// From where to where.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct WallRange {
-    start: u64,
-    end: u64,
 }
 
 impl Walls {
@@ -320,7 +313,7 @@ impl Walls {
         let (mut own, mut begin) = (Vec::new(), 0);
         for group in groups {
             let end = begin + group.first().map_or(0, |at| shapes.size(*at));
-            own.push(WallRange { start: begin, end });
+            own.push(begin..end);
             group.into_iter().for_each(|at| shapes.list[at].fixed = Some(begin));
             begin = end.next_multiple_of(align);
         }
@@ -338,9 +331,7 @@ impl Walls {
 
     /// The same in units.
     pub(super) fn in_units(&self, unit: u64) -> Self {
-        let own = self.own.iter();
-        let own =
-            own.map(|own| WallRange { start: own.start / unit, end: own.end / unit }).collect();
+        let own = self.own.iter().map(|own| own.start / unit..own.end / unit).collect();
         let (begin, stride, size) = (self.begin / unit, self.stride / unit, self.size / unit);
         Self { own, begin, stride, size }
     }
@@ -369,7 +360,7 @@ impl Walls {
         if self.is_none() {
             return 0;
         }
-        let own = self.own.iter().find(|own| (own.start..own.end).contains(&offset));
+        let own = self.own.iter().find(|own| own.contains(&offset));
         let regular =
             || self.begin + (offset.max(self.begin) - self.begin) / self.stride * self.stride;
         own.map_or_else(regular, |own| own.start)
@@ -382,7 +373,7 @@ mod walls_tests {
 
     #[test]
     fn nothing_lies_across_a_wall_and_nothing_lower_would_do() {
-        let own = vec![WallRange { start: 0, end: 5 }, WallRange { start: 6, end: 13 }];
+        let own = vec![0..5, 6..13];
         let walls = Walls { own, begin: 14, stride: 4, size: 3 };
         let within = |low: u64, high: u64| {
             let begin = |nth: u64| 14 + 4 * nth;

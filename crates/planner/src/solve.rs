@@ -40,21 +40,8 @@ const DIVES: [Bonus; 8] = {
     dives
 };
 
-/// The limits of a planner.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PlanBudget {
-    /// The time limit, by the planner's clock. One rule always runs to its end.
-    pub time: Duration,
-    /// The limit of nodes of the exact search and items placed by dives; each takes 5 to 50 us.
-    pub nodes: u64,
-}
-
-impl Default for PlanBudget {
-    /// A second, and as many nodes as that gives.
-    fn default() -> Self {
-        Self { time: Duration::from_secs(1), nodes: u64::MAX }
-    }
-}
+/// The default time limit of a plan.
+const TIME: Duration = Duration::from_secs(1);
 
 /// Creates plans.
 ///
@@ -74,7 +61,8 @@ impl Default for PlanBudget {
 /// ```
 pub struct Planner<'a> {
     pub(super) clock: &'a dyn Clock,
-    pub(super) budget: PlanBudget,
+    /// The limits of time and nodes.
+    pub(super) budget: (Duration, u64),
     enough: ByteSize,
     pub(super) segment_limit: Option<ByteSize>,
     on_better: Box<dyn FnMut(ByteSize) + 'a>,
@@ -92,14 +80,16 @@ impl<'a> Planner<'a> {
     #[must_use]
     pub fn new(clock: &'a dyn Clock) -> Self {
         let on_better = Box::new(|_| ());
-        let (budget, enough, segment_limit) = (PlanBudget::default(), ByteSize::ZERO, None);
+        let (budget, enough, segment_limit) = ((TIME, u64::MAX), ByteSize::ZERO, None);
         Self { clock, budget, enough, segment_limit, on_better }
     }
 
-    /// Sets the budget of each plan.
+    /// Sets the budget of each plan: a time limit by the planner's clock, and a limit of nodes of
+    /// the exact search and items placed by dives, each of which takes 5 to 50 us. One rule always
+    /// runs to its end. By default a second, and as many nodes as that gives.
     #[must_use]
-    pub fn budget(self, budget: PlanBudget) -> Self {
-        Self { budget, ..self }
+    pub fn budget(self, time: Duration, nodes: u64) -> Self {
+        Self { budget: (time, nodes), ..self }
     }
 
     /// Sets a sufficient peak: a plan that needs no more is not improved further.
@@ -136,10 +126,10 @@ impl<'a> Planner<'a> {
     pub(super) fn plan_within(
         &mut self,
         problem: &Problem,
-        budget: PlanBudget,
+        (time, nodes): (Duration, u64),
         segment_limit: Option<ByteSize>,
     ) -> Result<Plan, PlanError> {
-        let deadline = self.clock.now() + budget.time;
+        let deadline = self.clock.now() + time;
         let mut shapes = Shapes::of(problem)?;
         problem.verify_apart(&shapes, |at| shapes.list[at].fixed)?;
         let walls = match segment_limit {
@@ -152,7 +142,7 @@ impl<'a> Planner<'a> {
             deadline,
             unit: parts.unit,
             enough: self.enough.get() / parts.unit,
-            nodes: budget.nodes,
+            nodes,
             spent: 0,
             best: u64::MAX,
             on_better: &mut *self.on_better,

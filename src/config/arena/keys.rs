@@ -119,20 +119,14 @@ impl ArenaKey {
         let or_default = if is_cfg { ", or -1 for the default" } else { "" };
         let (_, (least, most)) = self.row();
         let (value, expected) = match self {
-            Self::ExtendStrategy => {
-                let named = dialect == Dialect::Provider;
-                let is = |name: &&str| named && text == *name;
-                let value = ["0", "1"].iter().zip(&STRATEGIES);
-                let value =
-                    value.into_iter().position(|(number, name)| text == *number || is(name));
-                (
-                    value.map(|at| at as u64),
-                    "0 (kNextPowerOfTwo) or 1 (kSameAsRequested)".to_owned(),
-                )
-            }
-            Self::UsePool => {
-                let value = ["0", "1"].iter().position(|known| *known == text);
-                (value.map(|at| at as u64), "0 or 1".to_owned())
+            Self::ExtendStrategy | Self::UsePool => {
+                let has_names = self == Self::ExtendStrategy;
+                let is_named = has_names && dialect == Dialect::Provider;
+                let named = STRATEGIES.iter().position(|name| is_named && *name == text);
+                let value = ["0", "1"].iter().position(|number| *number == text).or(named);
+                let strategies = "0 (kNextPowerOfTwo) or 1 (kSameAsRequested)";
+                let expected = if has_names { strategies } else { "0 or 1" };
+                (value.map(|at| at as u64), expected.to_owned())
             }
             _ => {
                 let bytes = whole(text).filter(|bytes| (least..=most).contains(bytes));

@@ -1,9 +1,8 @@
 //! ONNX Runtime's arena options, and their meaning for a lowtide arena.
 //!
 //! [`ArenaOptions`] holds the options of one place, each validated and with its spelling.
-//! [`Layers`] combines the places into an [`ArenaResolution`]: a value for each of the nine keys,
-//! with its source, its effect and every conflict. [`Targets`] selects the arenas to shrink at
-//! the end of a run. The module is part of `config` because it maps options to an
+//! `Layers` combines the places into an [`ArenaResolution`]: a value for each of the nine keys,
+//! with its source, its effect and every conflict. The module is part of `config` because it maps options to an
 //! [`ArenaConfig`](crate::device::ArenaConfig). It opens nothing; `Memory` does.
 //!
 //! Precedence, for each key: a replacement at run time, the shared arena's options, the session's
@@ -18,8 +17,10 @@ mod options;
 mod resolve;
 
 pub use keys::ArenaKey;
-pub use options::{ArenaOptions, CUARENA_MARGIN, SHRINK_OPTION, ShrinkTarget, Targets, Written};
-pub use resolve::{ArenaResolution, ArenaSource, Conflict, Effective, Layers, Reason};
+pub use options::{ArenaOptions, CUARENA_MARGIN, SHRINK_OPTION};
+pub(crate) use options::{ShrinkTarget, targets};
+pub(crate) use resolve::{ARENA_IS_OPEN, Layers, SHARED_ARENA};
+pub use resolve::{ArenaResolution, ArenaSource, Conflict, Effective};
 
 #[cfg(test)]
 mod tests;

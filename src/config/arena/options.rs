@@ -16,12 +16,11 @@
 //! stricter than ONNX Runtime's: an empty entry (`cpu:0;`) and a repeated target are errors.
 //!
 //! Invariants: at most one value for each key; two spellings of one key agree or are an error;
-//! every key that ends in an option of this arena is read or is a fault;
-//! `parse(targets.to_string()) = targets`, and each target is in it once.
+//! every key that ends in an option of this arena is read or is a fault; a selector has each target
+//! once.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::str::FromStr;
 
 use super::keys::{ArenaKey, Dialect, whole};
 use crate::bytes::ByteSize;
@@ -38,14 +37,13 @@ const BARE: &str = "arena.";
 
 /// A value and its spelling.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Written {
+pub(crate) struct Written {
     /// The value: bytes, [`u64::MAX`] for no limit, or the number of a strategy or a switch.
-    pub value: u64,
+    pub(crate) value: u64,
     /// The key as spelled, with its scope.
-    pub spelled: String,
+    pub(super) spelled: String,
     /// The requested amount, if the device did not have that much memory left.
-    pub capped_from: Option<ByteSize>,
+    pub(super) capped_from: Option<ByteSize>,
 }
 
 /// The options of one place, without those that were not set.
@@ -54,8 +52,7 @@ pub struct Written {
 /// use lowtide::config::arena::{ArenaKey, ArenaOptions};
 ///
 /// let options = ArenaOptions::from_keys([("arena.max_mem", "0")])?;
-/// let written = options.get(ArenaKey::Limit).map(|written| written.value);
-/// assert_eq!(written, Some(u64::MAX)); // 0: no limit
+/// assert_eq!(options.get(ArenaKey::Limit), Some(u64::MAX)); // 0: no limit
 ///
 /// let error = ArenaOptions::from_keys([("arena.max_memory", "1"), ("arena.max_mem", "1g")]);
 /// assert_eq!(error.unwrap_err().faults.len(), 2); // all faults together
@@ -176,7 +173,7 @@ impl ArenaOptions {
         value: Result<Option<u64>, String>,
     ) -> Result<(), String> {
         let Some(value) = value? else { return Ok(()) };
-        match self.get(key) {
+        match self.written(key) {
             Some(first) if first.value != value => {
                 Err(format!("{}, as {} says", key.show(first.value), first.spelled))
             }
@@ -234,15 +231,11 @@ impl ArenaOptions {
         Ok(Self(BTreeMap::from([(ArenaKey::Limit, written)])))
     }
 
-    /// Returns the option that was set for a key.
+    /// Returns the value that was set for a key: bytes, [`u64::MAX`] for no limit, or the number of a
+    /// strategy or a switch.
     #[must_use]
-    pub fn get(&self, key: ArenaKey) -> Option<&Written> {
-        self.0.get(&key)
-    }
-
-    /// Returns the options that were set, in the order of [`ArenaKey::ALL`].
-    pub fn iter(&self) -> impl Iterator<Item = (ArenaKey, &Written)> {
-        self.0.iter().map(|(key, written)| (*key, written))
+    pub fn get(&self, key: ArenaKey) -> Option<u64> {
+        self.written(key).map(|written| written.value)
     }
 
     /// Returns `true` if no option is set.
@@ -251,9 +244,17 @@ impl ArenaOptions {
         self.0.is_empty()
     }
 
+    pub(super) fn written(&self, key: ArenaKey) -> Option<&Written> {
+        self.0.get(&key)
+    }
+
+    /// Returns the options that were set, in the order of [`ArenaKey::ALL`].
+    pub(super) fn iter(&self) -> impl Iterator<Item = (ArenaKey, &Written)> {
+        self.0.iter().map(|(key, written)| (*key, written))
+    }
+
     /// Returns these options, and those of `under` that are not set here.
-    #[must_use]
-    pub fn over(&self, under: &Self) -> Self {
+    pub(crate) fn over(&self, under: &Self) -> Self {
         let mut all = under.0.clone();
         all.extend(self.0.clone());
         Self(all)
@@ -264,8 +265,8 @@ impl ArenaOptions {
     ///
     /// # Errors
     /// [`ConfigError`] if an option is valid but not supported.
-    pub fn check_supported(&self) -> Result<(), ConfigError> {
-        match self.get(ArenaKey::UsePool) {
+    pub(crate) fn check_supported(&self) -> Result<(), ConfigError> {
+        match self.written(ArenaKey::UsePool) {
             Some(Written { value: 1, spelled, .. }) => {
                 let expected = "0, because CUDA's memory pool is not supported: the arena commits \
                                 and releases memory itself";
@@ -313,8 +314,7 @@ pub const SHRINK_OPTION: &str = "memory.enable_memory_arena_shrinkage";
 
 /// A memory to shrink.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[non_exhaustive]
-pub enum ShrinkTarget {
+pub(crate) enum ShrinkTarget {
     /// `cpu:0`: host memory, which is the process heap and pinned pools.
     Cpu(u32),
     /// `gpu:0`: the arenas of the device of this number, including those of the host driver.
@@ -330,84 +330,31 @@ impl fmt::Display for ShrinkTarget {
     }
 }
 
-/// Targets of a shrink, in the given order. Never empty, each target once.
+/// Parses a selector, which is named so in errors. Returns its targets in order, each once.
 ///
-/// ```
-/// use lowtide::config::ConfigError;
-/// use lowtide::config::arena::Targets;
-///
-/// let targets: Targets = "cpu:0;gpu:0".parse()?;
-/// assert_eq!(targets.iter().count(), 2);
-/// assert!("tpu:0".parse::<Targets>().is_err());
-/// # Ok::<(), ConfigError>(())
-/// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Targets(Vec<ShrinkTarget>);
-
-impl Targets {
-    /// Returns the targets in order.
-    pub fn iter(&self) -> impl Iterator<Item = ShrinkTarget> {
-        self.0.iter().copied()
-    }
-
-    /// Reads `memory.enable_memory_arena_shrinkage` from the options of a run: the targets to
-    /// shrink when it ends. Ignores all others. An empty value means no shrink, as in ONNX Runtime.
-    ///
-    /// # Errors
-    /// [`ConfigError`] if the selector is invalid.
-    pub fn of_run<K: AsRef<str>, V: AsRef<str>>(
-        entries: impl IntoIterator<Item = (K, V)>,
-    ) -> Result<Option<Self>, ConfigError> {
-        let mut targets = None;
-        for (key, value) in entries {
-            if key.as_ref() == SHRINK_OPTION && !value.as_ref().is_empty() {
-                targets = Some(Self::read(SHRINK_OPTION, value.as_ref())?);
+/// # Errors
+/// [`ConfigError`] with the first entry that is not a target.
+pub(crate) fn targets(name: &str, selector: &str) -> Result<Vec<ShrinkTarget>, ConfigError> {
+    let (mut targets, mut named) = (Vec::new(), BTreeSet::new());
+    for entry in selector.split(';') {
+        let id = |id| whole(id).and_then(|id| u32::try_from(id).ok());
+        let target = match entry.split_once(':').map(|(kind, number)| (kind, id(number))) {
+            Some(("cpu", Some(id))) => Ok(ShrinkTarget::Cpu(id)),
+            Some(("gpu", Some(id))) => Ok(ShrinkTarget::Gpu(id)),
+            Some(("cpu" | "gpu", None)) | None => Err("with the number of a device"),
+            Some(_) => Err("cpu or gpu"),
+        };
+        // The loop is bounded by the number of entries; a repetition ends it.
+        match target {
+            Ok(target) if named.insert(target) => targets.push(target),
+            wrong => {
+                let why = wrong.err().unwrap_or("each once");
+                let expected = format!("targets such as cpu:0;gpu:0: {entry:?} is not {why}");
+                return Err(ConfigError::bad(name, selector, expected));
             }
         }
-        Ok(targets)
     }
-
-    /// Parses a selector under this name.
-    fn read(name: &str, text: &str) -> Result<Self, ConfigError> {
-        let (mut targets, mut named) = (Vec::new(), BTreeSet::new());
-        for entry in text.split(';') {
-            let id = |id| whole(id).and_then(|id| u32::try_from(id).ok());
-            let target = match entry.split_once(':').map(|(kind, number)| (kind, id(number))) {
-                Some(("cpu", Some(id))) => Ok(ShrinkTarget::Cpu(id)),
-                Some(("gpu", Some(id))) => Ok(ShrinkTarget::Gpu(id)),
-                Some(("cpu" | "gpu", None)) | None => Err("with the number of a device"),
-                Some(_) => Err("cpu or gpu"),
-            };
-            // The loop is bounded by the number of entries; a repetition ends it.
-            match target {
-                Ok(target) if named.insert(target) => targets.push(target),
-                wrong => {
-                    let why = wrong.err().unwrap_or("each once");
-                    let expected = format!("targets such as cpu:0;gpu:0: {entry:?} is not {why}");
-                    return Err(ConfigError::bad(name, text, expected));
-                }
-            }
-        }
-        Ok(Self(targets))
-    }
-}
-
-impl fmt::Display for Targets {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (at, target) in self.0.iter().enumerate() {
-            let separator = if at == 0 { "" } else { ";" };
-            write!(f, "{separator}{target}")?;
-        }
-        Ok(())
-    }
-}
-
-impl FromStr for Targets {
-    type Err = ConfigError;
-
-    fn from_str(text: &str) -> Result<Self, ConfigError> {
-        Self::read("selector", text)
-    }
+    Ok(targets)
 }
 
 #[cfg(test)]
@@ -419,10 +366,9 @@ mod tests {
     fn a_long_selector_was_read_in_square_time() {
         let entry = |number: u32| format!("gpu:{number}");
         let mut text = (0..100_000).map(entry).collect::<Vec<_>>().join(";");
-        let targets: Targets = text.parse().expect("each once");
-        assert_eq!((targets.iter().count(), targets.to_string() == text), (100_000, true));
+        assert_eq!(targets("selector", &text).expect("each once").len(), 100_000);
         text.push_str(";gpu:7");
-        let error = text.parse::<Targets>().expect_err("gpu:7 twice").to_string();
+        let error = targets("selector", &text).expect_err("gpu:7 twice").to_string();
         assert!(error.ends_with("\"gpu:7\" is not each once"));
     }
 }

@@ -40,7 +40,7 @@ lowtide_core::named_enum! {
 pub struct Effective {
     /// The option.
     pub key: ArenaKey,
-    /// Its value, as in [`Written`].
+    /// Its value: bytes, [`u64::MAX`] for no limit, or the number of a strategy or a switch.
     pub value: u64,
     /// The source of the value.
     pub source: ArenaSource,
@@ -61,23 +61,12 @@ impl fmt::Display for Effective {
     }
 }
 
-lowtide_core::named_enum! {
-    /// The reason that a value is not in force.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    #[non_exhaustive]
-    pub enum Reason {
-        /// A session's options count only if there is no shared arena.
-        SharedArena = "there is a shared arena",
-        /// The arena was already open. Only a replacement changes its options.
-        ArenaIsOpen = "the arena is already open",
-        /// A replacement at run time set the key.
-        Replaced = "a replacement sets the key",
-        /// lowtide's own limit on device memory is lower.
-        DeviceLimit = "the device limit is lower",
-        /// The device has less free memory.
-        DeviceFull = "the device has less free memory",
-    }
-}
+/// The reasons of conflicts.
+pub(crate) const SHARED_ARENA: &str = "there is a shared arena";
+pub(crate) const ARENA_IS_OPEN: &str = "the arena is already open";
+pub(super) const REPLACED: &str = "a replacement sets the key";
+pub(super) const DEVICE_LIMIT: &str = "the device limit is lower";
+pub(super) const DEVICE_FULL: &str = "the device has less free memory";
 
 /// An option that was set and is not in force.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -93,8 +82,8 @@ pub struct Conflict {
     pub spelled: String,
     /// The value in force.
     pub effective: Effective,
-    /// The reason that the option is not in force.
-    pub reason: Reason,
+    /// The reason that the option is not in force, such as "there is a shared arena".
+    pub reason: &'static str,
 }
 
 impl fmt::Display for Conflict {
@@ -108,17 +97,17 @@ impl fmt::Display for Conflict {
 
 /// The options of each place for one arena; `None` if the place does not exist.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Layers {
+pub(crate) struct Layers {
     /// The session that opens the arena.
-    pub session: Option<ArenaOptions>,
+    pub(crate) session: Option<ArenaOptions>,
     /// The shared arena. Even without options it overrides the sessions' options.
-    pub shared: Option<ArenaOptions>,
+    pub(crate) shared: Option<ArenaOptions>,
     /// The replacements so far, combined; later ones take precedence.
-    pub replacement: Option<ArenaOptions>,
+    pub(crate) replacement: Option<ArenaOptions>,
     /// lowtide's own limit of device memory; [`ByteSize::MAX`] for none.
-    pub device_limit: ByteSize,
+    pub(crate) device_limit: ByteSize,
     /// `true` for a pool of pinned memory, which supports only the limit.
-    pub pinned: bool,
+    pub(crate) pinned: bool,
 }
 
 impl Default for Layers {
@@ -140,88 +129,49 @@ pub struct ArenaResolution {
 impl Layers {
     /// Combines the layers.
     ///
-    /// ```
-    /// use lowtide::config::arena::{ArenaKey, ArenaOptions, ArenaSource, Layers};
-    ///
-    /// let session = [("ep.cudaep.arena.max_mem", "1073741824")];
-    /// let shared = [("ep_factory.CudaEp.arena.extend_strategy", "1")];
-    /// let resolution = Layers {
-    ///     session: Some(ArenaOptions::of_session("CudaEp", session)?),
-    ///     shared: Some(ArenaOptions::of_process("CudaEp", shared)?),
-    ///     ..Layers::default()
-    /// }
-    /// .resolve()?;
-    /// assert_eq!(resolution.get(ArenaKey::ExtendStrategy).source, ArenaSource::Shared);
-    /// assert_eq!(
-    ///     resolution.conflicts()[0].to_string(),
-    ///     "ep.cudaep.arena.max_mem=1GiB (session) is ignored because there is a shared arena: \
-    ///      arena.max_mem=no limit (default) is in force"
-    /// );
-    /// # Ok::<(), lowtide::config::ConfigError>(())
-    /// ```
-    ///
     /// # Errors
     /// [`ConfigError`] if a layer sets an option that no arena here supports.
-    pub fn resolve(&self) -> Result<ArenaResolution, ConfigError> {
+    pub(crate) fn resolve(&self) -> Result<ArenaResolution, ConfigError> {
         let layers = [
-            (ArenaSource::Replacement, self.replacement.as_ref()),
-            (ArenaSource::Shared, self.shared.as_ref()),
-            (ArenaSource::Session, self.session.as_ref()),
+            (ArenaSource::Replacement, &self.replacement),
+            (ArenaSource::Shared, &self.shared),
+            (ArenaSource::Session, &self.session),
         ];
-        for options in layers.iter().filter_map(|(_, options)| *options) {
-            options.check_supported()?;
-        }
-        let mut resolution = ArenaResolution { values: Vec::new(), conflicts: Vec::new() };
-        for key in ArenaKey::ALL {
-            let of = |(source, options): (ArenaSource, Option<&'_ ArenaOptions>)| {
-                Some((source, options?.get(key)?.clone()))
-            };
-            let written: Vec<_> = layers.into_iter().filter_map(of).collect();
-            self.resolve_key(key, &written, &mut resolution);
-        }
-        explain(&mut resolution.values, self.pinned);
-        for conflict in &mut resolution.conflicts {
-            conflict.effective = resolution.values[conflict.key as usize].clone();
-        }
-        Ok(resolution)
-    }
-
-    /// Resolves a key of what the layers say about it, the strongest first.
-    fn resolve_key(
-        &self,
-        key: ArenaKey,
-        written: &[(ArenaSource, Written)],
-        resolution: &mut ArenaResolution,
-    ) {
+        let layers = layers.into_iter().filter_map(|(by, options)| Some((by, options.as_ref()?)));
+        layers.clone().try_for_each(|(_, options)| options.check_supported())?;
         let is_out = |source| source == ArenaSource::Session && self.shared.is_some();
-        let winner = written.iter().find(|(source, _)| !is_out(*source));
-        let (source, value) = match winner {
-            Some((source, written)) => (*source, written.value),
-            None => (ArenaSource::Default, key.default_value()),
-        };
-        let spelled = winner.map(|(_, written)| written.spelled.clone());
-        let mut effective = Effective { key, value, source, spelled, without_effect: None };
-        let is_lowered = key == ArenaKey::Limit && value > self.device_limit.get();
-        if is_lowered {
-            effective.value = self.device_limit.get();
-            (effective.source, effective.spelled) = (ArenaSource::DeviceLimit, None);
-        }
-        for (wanted_by, written) in written {
-            let is_winner = winner.is_some_and(|(source, _)| source == wanted_by);
-            let (wanted, reason) = match written.capped_from {
-                _ if is_winner && is_lowered => (written.value, Reason::DeviceLimit),
-                Some(amount) if is_winner => (amount.get(), Reason::DeviceFull),
-                _ if is_out(*wanted_by) => (written.value, Reason::SharedArena),
-                _ => (written.value, Reason::Replaced),
+        let in_force = |key: ArenaKey| {
+            let mut written = layers.clone().filter(|(source, _)| !is_out(*source));
+            let winner =
+                written.find_map(|(source, options)| Some((source, options.written(key)?)));
+            let (source, value, spelled) = match winner {
+                Some((source, of)) => (source, of.value, Some(of.spelled.clone())),
+                None => (ArenaSource::Default, key.default_value(), None),
             };
-            if wanted != effective.value {
-                let (wanted_by, spelled) = (*wanted_by, written.spelled.clone());
-                let effective = effective.clone();
-                let conflict = Conflict { key, wanted, wanted_by, spelled, effective, reason };
-                resolution.conflicts.push(conflict);
-            }
+            let limit = self.device_limit.get();
+            let (source, value, spelled) = match key {
+                ArenaKey::Limit if value > limit => (ArenaSource::DeviceLimit, limit, None),
+                _ => (source, value, spelled),
+            };
+            Effective { key, value, source, spelled, without_effect: None }
+        };
+        let mut values = ArenaKey::ALL.map(in_force).to_vec();
+        explain(&mut values, self.pinned);
+        let mut resolution = ArenaResolution { values, conflicts: Vec::new() };
+        for (by, options) in layers {
+            let wanted = |of: &Effective, written: &Written| match written.capped_from {
+                _ if is_out(by) => (written.value, SHARED_ARENA),
+                Some(amount) if of.source == by => (amount.get(), DEVICE_FULL),
+                _ if of.source == ArenaSource::DeviceLimit && written.value > of.value => {
+                    (written.value, DEVICE_LIMIT)
+                }
+                _ => (written.value, REPLACED),
+            };
+            let conflicts = resolution.conflicts_with(options, by, wanted);
+            resolution.conflicts.extend(conflicts);
         }
-        resolution.values.push(effective);
+        resolution.conflicts.sort_by_key(|conflict| conflict.key);
+        Ok(resolution)
     }
 }
 
@@ -267,25 +217,29 @@ impl ArenaResolution {
         &self.conflicts
     }
 
-    /// Returns a conflict, with the given reason, for each of these options that is not in force.
-    #[must_use]
-    pub fn conflicts_with(
+    /// Returns a conflict for each of these options that is not in force. `wanted` returns what the
+    /// place asked for, and the reason.
+    pub(crate) fn conflicts_with(
         &self,
         options: &ArenaOptions,
         wanted_by: ArenaSource,
-        reason: Reason,
+        wanted: impl Fn(&Effective, &Written) -> (u64, &'static str),
     ) -> Vec<Conflict> {
-        let wanted = options.iter().filter(|(key, written)| self.get(*key).value != written.value);
-        wanted
-            .map(|(key, written)| Conflict {
+        let conflict = |(key, written): (ArenaKey, &Written)| {
+            let effective = self.get(key).clone();
+            let (wanted, reason) = wanted(&effective, written);
+            let spelled = written.spelled.clone();
+            let is_in_force = wanted == effective.value;
+            (!is_in_force).then_some(Conflict {
                 key,
-                wanted: written.value,
+                wanted,
                 wanted_by,
-                spelled: written.spelled.clone(),
-                effective: self.get(key).clone(),
+                spelled,
+                effective,
                 reason,
             })
-            .collect()
+        };
+        options.iter().filter_map(conflict).collect()
     }
 
     /// Returns the limit in force; [`ByteSize::MAX`] for none.

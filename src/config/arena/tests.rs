@@ -1,6 +1,8 @@
 //! Claims about options of arenas: spellings, bounds, scopes, precedence, conflicts, the mapping.
 
 use super::keys::Dialect;
+use super::options::Written;
+use super::resolve::{DEVICE_FULL, DEVICE_LIMIT, REPLACED};
 use super::*;
 use crate::bytes::ByteSize;
 use crate::config::{ConfigError, Fault};
@@ -40,7 +42,7 @@ fn the_nine_keys_have_onnx_runtimes_names_and_defaults() {
     assert_eq!(found, expected.map(|(name, default)| (name, default.to_owned())));
     let read = keys(&found.each_ref().map(|(name, text)| (*name, text.as_str())));
     for key in ArenaKey::ALL {
-        assert_eq!(read.get(key).expect("read").value, key.default_value(), "{key}");
+        assert_eq!(read.get(key), Some(key.default_value()), "{key}");
     }
 }
 
@@ -114,7 +116,7 @@ fn two_spellings_of_one_key_agree_or_are_an_error() {
 #[test]
 fn a_limit_of_zero_is_none_in_each_of_onnx_runtimes_spellings() {
     let none = Some(u64::MAX);
-    let limit = |options: ArenaOptions| options.get(ArenaKey::Limit).map(|written| written.value);
+    let limit = |options: ArenaOptions| options.get(ArenaKey::Limit);
     assert_eq!(limit(keys(&[("arena.max_mem", "0")])), none);
     assert_eq!(limit(ArenaOptions::from_arena_cfg([("max_mem", "0")]).expect("valid")), none);
     let provider = ArenaOptions::from_provider_options([("gpu_mem_limit", "0")]);
@@ -169,7 +171,7 @@ fn a_factory_is_named_verbatim_and_a_provider_in_lower_case() {
         ("ep_factory.CUDAExecutionProvider.device_id", "0"),
     ];
     let options = ArenaOptions::of_process(name, process).expect("valid");
-    let written = options.get(ArenaKey::Limit).expect("read");
+    let written = options.written(ArenaKey::Limit).expect("read");
     assert_eq!((written.value, written.spelled.as_str()), (1, process[0].0));
     let session = [
         ("ep.cudaexecutionprovider.arena.max_mem", "3"),
@@ -177,7 +179,7 @@ fn a_factory_is_named_verbatim_and_a_provider_in_lower_case() {
         ("session.intra_op_num_threads", "4"),
     ];
     let options = ArenaOptions::of_session(name, session).expect("valid");
-    assert_eq!(options.get(ArenaKey::Limit).expect("read").value, 3);
+    assert_eq!(options.get(ArenaKey::Limit), Some(3));
     assert!(ArenaOptions::of_session(name, [("a", "b")]).expect("none").is_empty());
 }
 
@@ -255,7 +257,7 @@ fn a_session_beside_a_shared_arena_counts_in_no_key_and_each_is_reported() {
     let found: Vec<_> = resolution.conflicts().iter().map(|one| (one.key, one.reason)).collect();
     // The third agrees with what is in force: no conflict.
     let (strategy, limit) = (ArenaKey::ExtendStrategy, ArenaKey::Limit);
-    assert_eq!(found, [(strategy, Reason::SharedArena), (limit, Reason::SharedArena)]);
+    assert_eq!(found, [(strategy, SHARED_ARENA), (limit, SHARED_ARENA)]);
     let [_, one] = resolution.conflicts() else { panic!("two") };
     assert_eq!((one.wanted, one.wanted_by), (1, ArenaSource::Session));
     assert_eq!((one.effective.value, one.effective.source), (2, ArenaSource::Shared));
@@ -272,7 +274,7 @@ fn a_replacement_says_which_values_it_overrules() {
     let resolution =
         layers([None, Some(shared), Some(&[("arena.max_mem", "3")])]).resolve().expect("resolved");
     let [conflict] = resolution.conflicts() else { panic!("{:?}", resolution.conflicts()) };
-    assert_eq!((conflict.wanted_by, conflict.reason), (ArenaSource::Shared, Reason::Replaced));
+    assert_eq!((conflict.wanted_by, conflict.reason), (ArenaSource::Shared, REPLACED));
     let initial = resolution.get(ArenaKey::InitialBytes);
     assert_eq!((initial.value, initial.source), (9, ArenaSource::Shared), "untouched");
 }
@@ -292,7 +294,7 @@ fn the_device_limit_bounds_the_arenas_and_says_so_only_where_somebody_wanted_mor
         assert_eq!(limit_in(&layers), ((value), source), "{entries:?}");
         let resolution = layers.resolve().expect("resolved");
         let reasons: Vec<_> = resolution.conflicts().iter().map(|one| one.reason).collect();
-        assert_eq!(reasons, vec![Reason::DeviceLimit; conflicts], "{entries:?}");
+        assert_eq!(reasons, vec![DEVICE_LIMIT; conflicts], "{entries:?}");
     }
 }
 
@@ -361,7 +363,7 @@ fn cuarenas_zero_is_all_that_is_left_less_its_margin() {
         let headroom = left.map(|left| left.map(ByteSize::mib));
         let found =
             ArenaOptions::within(ByteSize::mib(limit), headroom, Backend::CudaVirtualMemory);
-        found.map(|options| options.get(ArenaKey::Limit).cloned().expect("a limit"))
+        found.map(|options| options.written(ArenaKey::Limit).cloned().expect("a limit"))
     };
     let failed = || DriverError::Refused { call: "x", code: 1, message: "y".to_owned() };
     let value = |mib| ByteSize::mib(mib).get();
@@ -390,14 +392,14 @@ fn what_the_device_could_not_give_is_a_conflict() {
     let layers = Layers { shared: Some(asked.expect("lowered")), ..Layers::default() };
     let resolution = layers.resolve().expect("resolved");
     let [conflict] = resolution.conflicts() else { panic!("{:?}", resolution.conflicts()) };
-    assert_eq!(conflict.reason, Reason::DeviceFull);
+    assert_eq!(conflict.reason, DEVICE_FULL);
     assert_eq!(conflict.wanted, ByteSize::gib(8).get());
     assert_eq!(resolution.limit(), ByteSize::mib(4096 - 256));
     // Where a replacement overrules it, that is the one conflict.
     let replacement = Some(keys(&[("arena.max_mem", "7")]));
     let resolution = Layers { replacement, ..layers }.resolve().expect("resolved");
     let [conflict] = resolution.conflicts() else { panic!("{:?}", resolution.conflicts()) };
-    assert_eq!(conflict.reason, Reason::Replaced);
+    assert_eq!(conflict.reason, REPLACED);
 }
 
 #[test]
@@ -405,7 +407,7 @@ fn a_later_replacement_adds_to_an_earlier_one() {
     let (first, then) =
         (keys(&[("arena.max_mem", "1"), ("arena.extend_strategy", "1")]), [("arena.max_mem", "2")]);
     let both = keys(&then).over(&first);
-    assert_eq!(both.get(ArenaKey::Limit).expect("said").value, 2);
+    assert_eq!(both.get(ArenaKey::Limit), Some(2));
     assert!(both.get(ArenaKey::ExtendStrategy).is_some());
 }
 
@@ -442,9 +444,12 @@ fn every_layer_is_in_force_or_in_one_conflict() {
 
 #[test]
 fn a_selector_is_read_strictly() {
-    let parse = |text: &str| text.parse::<Targets>();
+    let parse = |text: &str| targets("selector", text);
+    let shown = |targets: &[ShrinkTarget]| {
+        targets.iter().map(ToString::to_string).collect::<Vec<_>>().join(";")
+    };
     for text in ["cpu:0", "gpu:0", "cpu:0;gpu:0", "gpu:3;cpu:0;gpu:1", "gpu:4294967295"] {
-        assert_eq!(parse(text).expect("valid").to_string(), text);
+        assert_eq!(shown(&parse(text).expect("valid")), text);
     }
     for (text, entry, expected) in [
         ("", "", "with the number of a device"),
@@ -468,16 +473,6 @@ fn a_selector_is_read_strictly() {
         );
         assert_eq!(error, expected);
     }
-}
-
-#[test]
-fn a_runs_options_carry_the_selector() {
-    let run = |value| Targets::of_run([("run.tag", "x"), (SHRINK_OPTION, value)]);
-    let shrink = run("cpu:0;gpu:0").expect("valid").expect("said");
-    assert_eq!(shrink.to_string(), "cpu:0;gpu:0");
-    assert_eq!(run("").expect("valid"), None);
-    let text = run("gpu").expect_err("no target").to_string();
-    assert!(text.contains(SHRINK_OPTION) && text.contains("with the number of a device"), "{text}");
 }
 
 #[test]

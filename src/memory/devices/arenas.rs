@@ -88,7 +88,7 @@ impl Arenas {
     /// Checks that an arena of this name can be added in the place of `replaced`.
     ///
     /// # Errors
-    /// [`MemoryError::TooManyArenas`], [`MemoryError::DuplicateArena`].
+    /// [`MemoryError::TooMany`], [`MemoryError::DuplicateArena`].
     pub(super) fn admit(
         &self,
         name: &str,
@@ -139,7 +139,7 @@ fn admit(
     replaced: Option<&Arc<ManagedArena>>,
 ) -> Result<(), MemoryError> {
     if list.len() >= ARENAS_MAX {
-        return Err(MemoryError::TooManyArenas { max: ARENAS_MAX });
+        return Err(MemoryError::TooMany { what: "arenas", max: ARENAS_MAX });
     }
     let is_replaced = |it: &Arc<_>| replaced.is_some_and(|replaced| Arc::ptr_eq(it, replaced));
     let mut others = list.iter().filter(|it| !it.is_draining() && !is_replaced(it));

@@ -186,27 +186,25 @@ fn list_of(
     age: Duration,
     least: Option<ByteSize>,
 ) -> DeviceProcesses {
-    let Some(NvmlAnswer { usage, arenas }) = answer else {
-        return DeviceProcesses { age, ..failed(device, "NVML was not queried".to_owned()) };
-    };
-    let list = match usage {
-        Ok(usage) => {
+    let (number, name) = (device.number, device.name.to_string());
+    let mut list = DeviceProcesses { number, device: name, age, ..DeviceProcesses::default() };
+    list.arenas = answer.map_or(ByteSize::ZERO, |answer| answer.arenas);
+    match answer.map(|answer| &answer.usage) {
+        Some(Ok(usage)) => {
             let overhead = device.driver.context_overhead().into_iter().chain(least).min();
-            let (number, device) = (device.number, device.name.to_string());
-            let mut list = DeviceProcesses { number, device, ..DeviceProcesses::default() };
-            list.divide(usage, *arenas, overhead);
-            list
+            list.divide(usage, overhead);
         }
-        Err(error) => failed(device, error.to_string()),
-    };
-    DeviceProcesses { age, arenas: *arenas, ..list }
+        Some(Err(error)) => list.error = Some(error.to_string()),
+        None => list.error = Some("NVML was not queried".to_owned()),
+    }
+    list
 }
 
 impl DeviceProcesses {
     /// Divides the memory of the device among its users. `overhead` is an upper bound of this
     /// process's context.
-    fn divide(&mut self, usage: &DeviceUsage, arenas: ByteSize, overhead: Option<ByteSize>) {
-        let processes = &usage.processes;
+    fn divide(&mut self, usage: &DeviceUsage, overhead: Option<ByteSize>) {
+        let (processes, arenas) = (&usage.processes, self.arenas);
         let own = own(usage);
         let outside = own.map(|own| own.saturating_sub(arenas));
         let context = outside.map(|outside| overhead.map_or(outside, |it| it.min(outside)));

@@ -19,7 +19,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::bytes::ByteSize;
-use crate::clock::Moment;
 use crate::device::driver::{Driver, DriverError, Guarded};
 use crate::metrics::record::DeviceSnapshot;
 use crate::sync::{Mutex, lock};
@@ -57,7 +56,7 @@ pub(in crate::memory) struct Device {
     pub(super) name: Arc<str>,
     pub(super) driver: Arc<Guarded>,
     pub(super) counted: CountedIn,
-    pub(super) watch: Mutex<DeviceWatch>,
+    pub(super) watch: Mutex<Watermark>,
     /// The account of a further device that has memory of its own. The first device's is in the
     /// admission of the `Memory`.
     pub(super) admission: Option<Admission>,
@@ -74,29 +73,19 @@ impl Device {
             name: name_of(number, &*driver).into(),
             counted,
             driver: Arc::new(Guarded::new(driver)),
-            watch: Mutex::new(DeviceWatch::new(watermark)),
+            watch: Mutex::new(Watermark::new(watermark)),
             admission: has_account.then(Admission::new),
             is_reported: AtomicBool::new(false),
         }
     }
 
-    /// Returns the driver, for an arena.
-    pub(super) fn driver(&self) -> Arc<dyn Driver> {
-        Arc::clone(&self.driver) as Arc<dyn Driver>
-    }
-
-    /// Returns the error by which the loss of the device became known, if it is lost.
-    pub(super) fn lost(&self) -> Option<&DriverError> {
-        self.driver.lost()
-    }
-
     pub(super) fn is_lost(&self) -> bool {
-        self.lost().is_some()
+        self.driver.lost().is_some()
     }
 
     /// Returns the error of the loss, the first time.
     pub(super) fn lost_once(&self) -> Option<&DriverError> {
-        self.lost().filter(|_| !self.is_reported.swap(true, Ordering::Relaxed))
+        self.driver.lost().filter(|_| !self.is_reported.swap(true, Ordering::Relaxed))
     }
 
     /// Returns the ledger in which the device's bytes are reserved.
@@ -119,7 +108,7 @@ impl Device {
             free,
             context_overhead,
             unmanaged: context_overhead.map(|overhead| others.saturating_sub(overhead)),
-            is_short: watch.watermark.is_short(),
+            is_short: watch.is_short(),
             watermark_released_total: watch.released_total,
         })
     }
@@ -135,34 +124,4 @@ impl Device {
 
 fn name_of(number: u32, driver: &dyn Driver) -> String {
     driver.uuid().map_or_else(|| number.to_string(), |uuid| uuid.to_string())
-}
-
-/// The free memory of a device, as the worker has sampled it.
-#[derive(Debug)]
-pub(super) struct DeviceWatch {
-    pub(super) watermark: Watermark,
-    /// The last sample; `None` until the device answers again, which never happens after its
-    /// context is lost.
-    last: Option<DeviceSample>,
-    /// Bytes released because device memory was low.
-    pub(super) released_total: u64,
-}
-
-impl DeviceWatch {
-    /// Creates it with a watermark at this share of the device's memory.
-    const fn new(part: f64) -> Self {
-        Self { watermark: Watermark::new(part), last: None, released_total: 0 }
-    }
-
-    /// Takes a sample. Returns the idle memory to release, and the watermark.
-    pub(super) fn add_sample(&mut self, now: Moment, sample: DeviceSample) -> (ByteSize, ByteSize) {
-        self.last = Some(sample);
-        (self.watermark.look(now, sample), self.watermark.low(sample.total))
-    }
-
-    /// Discards the last sample.
-    pub(super) fn forget(&mut self) {
-        self.last = None;
-        self.watermark.forget();
-    }
 }

@@ -37,7 +37,6 @@ pub use values::{DeviceSelector, DeviceStatus, DevicesSnapshot, Slot};
 
 pub(super) use report::{ArenasSensor, Series};
 pub(super) use state::{Devices, GivenDrivers, choice};
-pub(super) use values::known_targets;
 
 impl Memory {
     /// Returns a handle to the devices, their arenas and pools of host memory for copies. It acts

@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
-use crate::config::arena::{ArenaOptions, ArenaResolution};
+use crate::config::arena::{ArenaOptions, ArenaResolution, ShrinkTarget};
 use crate::device::driver::Backend;
 use crate::device::{
     ArenaConfig, DeviceArena, DeviceError, HostBudget, PinnedConfig, PinnedKind, PinnedPool,
@@ -62,7 +62,7 @@ impl MemoryDevices<'_> {
     ///
     /// # Errors
     /// [`MemoryError::OpenArena`] if there is no such device, it is lost, or the driver fails;
-    /// [`MemoryError::DuplicateArena`], [`MemoryError::TooManyArenas`], [`MemoryError::Forked`].
+    /// [`MemoryError::DuplicateArena`], [`MemoryError::TooMany`], [`MemoryError::Forked`].
     pub fn open_arena(&self, name: &str) -> Result<DeviceArena, MemoryError> {
         self.open_arena_with(name, |_| {})
     }
@@ -146,7 +146,7 @@ impl MemoryDevices<'_> {
         shared.check_here()?;
         shared.sweep(); // so that what was closed, or has drained, takes no place
         shared.devices.arenas.admit(arena, None)?;
-        shared.device_for(self.selector, arena)
+        shared.select(self.selector).map_err(|error| cannot_open(arena, error))
     }
 
     /// Returns the layout of each arena by name: serving arenas first, then draining ones. The
@@ -163,12 +163,13 @@ impl MemoryDevices<'_> {
 
 impl Shared {
     /// Returns the serving arena of this name, or else the names of all.
-    pub(in crate::memory) fn arena_named(&self, name: &str) -> Result<DeviceArena, Vec<String>> {
+    pub(in crate::memory) fn arena_named(&self, name: &str) -> Result<DeviceArena, MemoryError> {
         let (serving, _) = self.devices.arenas.parted();
-        match serving.iter().find(|it| it.arena.name() == name) {
-            Some(found) => Ok(found.arena.clone()),
-            None => Err(serving.iter().map(|it| it.arena.name().to_owned()).collect()),
-        }
+        let found = serving.iter().find(|it| it.arena.name() == name);
+        found.map(|found| found.arena.clone()).ok_or_else(|| {
+            let known = serving.iter().map(|it| it.arena.name().to_owned()).collect();
+            MemoryError::UnknownArena { name: name.to_owned(), known }
+        })
     }
 
     /// Returns the arenas; none in a forked child, as for [`Shared::diagnostics`].
@@ -193,15 +194,6 @@ impl Shared {
         there.map(|it| it.arena.clone()).filter(|arena| arena.backend() != Backend::PinnedHost)
     }
 
-    /// Returns the device for an arena of this name.
-    pub(super) fn device_for(
-        &self,
-        selector: DeviceSelector,
-        arena: &str,
-    ) -> Result<Arc<Device>, MemoryError> {
-        self.select(selector).map_err(|error| cannot_open(arena, error))
-    }
-
     /// Opens an arena that is not in the list.
     pub(super) fn open_apart(
         &self,
@@ -209,7 +201,7 @@ impl Shared {
         config: ArenaConfig,
     ) -> Result<Arc<ManagedArena>, MemoryError> {
         let name = config.name.clone();
-        let arena = DeviceArena::open(device.driver(), Arc::clone(&self.clock), config)
+        let arena = DeviceArena::open(device.driver.clone(), Arc::clone(&self.clock), config)
             .map_err(|error| cannot_open(&name, error.into()))?;
         // Its contents reserve host memory while it sleeps.
         arena.set_host_budget(Arc::new(HostRoom { admission: self.admission.clone() }));
@@ -224,7 +216,7 @@ impl Shared {
     ) -> Result<(PinnedPool, Arc<ManagedArena>), MemoryError> {
         let name = config.name.clone();
         let config = PinnedConfig { decay: self.config.device_decay.value, ..config };
-        let pool = PinnedPool::open(device.driver(), Arc::clone(&self.clock), config)
+        let pool = PinnedPool::open(device.driver.clone(), Arc::clone(&self.clock), config)
             .map_err(|error| cannot_open(&name, error.into()))?;
         // SAFETY: no block is freed by its address: the handle stays in the list and with the slot,
         // which use it for figures and the release of idle memory. A slot gives out only an arena
@@ -298,6 +290,7 @@ impl Shared {
 
 /// The host's ledger, for contents of sleeping arenas. It holds only the accounts, so that an arena
 /// may outlive its `Memory`.
+#[derive(Debug)]
 struct HostRoom {
     admission: Admission,
 }
@@ -319,8 +312,6 @@ impl HostBudget for HostRoom {
         }
     }
 }
-
-lowtide_admission::debug_as!(HostRoom, |_room|);
 
 /// The maximum number of slots of one `Memory`.
 const SLOTS_MAX: usize = 64;
@@ -463,8 +454,8 @@ impl Shared {
             return Err(cannot_open(&slot.to_string(), MemoryError::NoDevice));
         }
         let Some(device) = list.iter().find(|device| device.number == slot.device) else {
-            let (slot, devices) = (slot.clone(), list.len().max(1));
-            return Err(MemoryError::UnknownSlot { slot, devices });
+            let known: Vec<_> = (0..).take(list.len().max(1)).map(ShrinkTarget::Gpu).collect();
+            return Err(MemoryError::unknown_device(slot, &known));
         };
         let mut places = lock(&self.devices.slots);
         if let Some(place) = places.get(slot) {
@@ -475,7 +466,7 @@ impl Shared {
             places.retain(|_, place| Arc::get_mut(place).is_none() || !place.is_empty());
         }
         if places.len() >= SLOTS_MAX {
-            return Err(MemoryError::TooManySlots { max: SLOTS_MAX });
+            return Err(MemoryError::TooMany { what: "slots", max: SLOTS_MAX });
         }
         let (device, arenas) = (Arc::clone(device), self.devices.arenas.clone());
         let place = Arc::new(ArenaSlot::new(slot.clone(), self.birth, device, arenas));
@@ -515,7 +506,8 @@ impl Shared {
             self.sweep(); // so that what has drained takes no place
             let (device, name) = (&place.device, place.slot.to_string());
             self.devices.arenas.admit(&name, replaced)?;
-            self.device_for(DeviceSelector::Number(device.number), &name)?; // unless it is lost
+            let working = self.select(DeviceSelector::Number(device.number));
+            working.map_err(|error| cannot_open(&name, error))?; // unless it is lost
             if !place.slot.pinned {
                 return self.open_apart(device, resolution.config(self.arena_config(name)));
             }

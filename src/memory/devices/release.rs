@@ -110,7 +110,7 @@ impl Shared {
             name: device.name.to_string(),
             ordinal: device.driver.ordinal(),
             backend: device.driver.backend(),
-            lost: device.lost().map(ToString::to_string),
+            lost: device.driver.lost().map(ToString::to_string),
             budget: own.or(first),
             memory: device.memory(),
             rollback_failures_total: device.driver.rollback_failures_total(),
@@ -253,12 +253,10 @@ impl Shared {
         };
         let committed = before.max(self.committed_on(device));
         let look = DeviceSample { total: memory.total, free: memory.free, committed };
-        let (was_short, is_short, (wanted, low)) = {
-            let mut watch = lock(&device.watch);
-            let was_short = watch.watermark.is_short();
-            let sampled = watch.add_sample(now, look);
-            (was_short, watch.watermark.is_short(), sampled)
-        };
+        let mut watch = lock(&device.watch);
+        let (was_short, wanted) = (watch.is_short(), watch.look(now, look));
+        let (is_short, low) = (watch.is_short(), watch.low(look.total));
+        drop(watch);
         let (free, idle) = (look.free, self.idle_on(device));
         if !wanted.is_zero() {
             let released = self.give_idle_back(device, wanted);

@@ -26,8 +26,8 @@ use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::device::driver::Backend;
 use crate::device::{ArenaSnapshot, SleepState};
-use crate::memory::snapshot::BudgetSnapshot;
-use crate::metrics::record::{DeviceBudget, MetricsWriter};
+use crate::metrics::names::{self as name, MetricKind};
+use crate::metrics::record::{self, DeviceSnapshot, MetricsWriter, label};
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{DeviceFigures, Sample};
 
@@ -48,11 +48,7 @@ pub(in crate::memory) struct Gone(Mutex<BTreeMap<OnDevice, ArenaSnapshot>>);
 impl Gone {
     /// Keeps the counts of an arena, unless there are too many names.
     pub(in crate::memory) fn add(&self, device: &str, mut last: ArenaSnapshot) {
-        for size in sizes(&mut last) {
-            *size = ByteSize::ZERO;
-        }
-        (last.largest_free, last.leases) = (ByteSize::ZERO, 0);
-        last.state = SleepState::default();
+        zero_sizes(&mut last);
         let mut gone = lock(&self.0);
         let key = (device.to_owned(), last.name.clone());
         if let Some(sum) = gone.get_mut(&key) {
@@ -81,71 +77,36 @@ impl Gone {
     }
 }
 
-fn add(sum: &mut ArenaSnapshot, other: &ArenaSnapshot) {
-    let mut more = other.clone();
-    for (size, more) in sizes(sum).into_iter().zip(sizes(&mut more)) {
-        *size = size.saturating_add(*more);
-    }
-    for (total, more) in totals(sum).into_iter().zip(totals(&mut more)) {
-        *total = total.saturating_add(*more);
-    }
-    sum.live_peak = sum.live_peak.max(other.live_peak).max(sum.live);
-    sum.committed_peak = sum.committed_peak.max(other.committed_peak).max(sum.committed);
-    sum.largest_free = sum.largest_free.max(other.largest_free);
-    sum.limit = other.limit;
-    (sum.backend, sum.state) = (other.backend, other.state);
-    sum.lock_wait_total = sum.lock_wait_total.saturating_add(other.lock_wait_total);
-    sum.leases = sum.leases.saturating_add(other.leases);
+/// Defines how the figures of arenas are added: sizes, which a dropped arena has no more, and
+/// counters, which continue.
+macro_rules! sums {
+    (sizes: $($size:ident)*; totals: $($total:ident)*) => {
+        fn zero_sizes(of: &mut ArenaSnapshot) {
+            $(of.$size = ByteSize::ZERO;)*
+            (of.largest_free, of.leases, of.state) = (ByteSize::ZERO, 0, SleepState::default());
+        }
+
+        fn add(sum: &mut ArenaSnapshot, other: &ArenaSnapshot) {
+            $(sum.$size = sum.$size.saturating_add(other.$size);)*
+            $(sum.$total = sum.$total.saturating_add(other.$total);)*
+            sum.live_peak = sum.live_peak.max(other.live_peak).max(sum.live);
+            sum.committed_peak = sum.committed_peak.max(other.committed_peak).max(sum.committed);
+            sum.largest_free = sum.largest_free.max(other.largest_free);
+            sum.leases = sum.leases.saturating_add(other.leases);
+            (sum.limit, sum.backend, sum.state) = (other.limit, other.backend, other.state);
+        }
+    };
 }
 
-/// Returns the sizes, which a dropped arena has no more.
-const fn sizes(of: &mut ArenaSnapshot) -> [&mut ByteSize; 14] {
-    [
-        &mut of.live,
-        &mut of.asleep,
-        &mut of.offloaded,
-        &mut of.requested,
-        &mut of.active,
-        &mut of.idle,
-        &mut of.committed,
-        &mut of.reserved,
-        &mut of.holes,
-        &mut of.exported,
-        &mut of.pending,
-        &mut of.cached,
-        &mut of.metadata,
-        &mut of.imported,
-    ]
-}
-
-/// Returns the counters, which continue.
-const fn totals(of: &mut ArenaSnapshot) -> [&mut u64; 24] {
-    [
-        &mut of.allocs_total,
-        &mut of.frees_total,
-        &mut of.sleeps_total,
-        &mut of.wakes_total,
-        &mut of.wake_failures_total,
-        &mut of.release_panics_total,
-        &mut of.parked_errors_total,
-        &mut of.remaps_total,
-        &mut of.remapped_bytes_total,
-        &mut of.moves_total,
-        &mut of.moved_bytes_total,
-        &mut of.trimmed_bytes_total,
-        &mut of.shrunk_bytes_total,
-        &mut of.shortage_callbacks_total,
-        &mut of.shortage_panics_total,
-        &mut of.lock_contended_total,
-        &mut of.commits_total,
-        &mut of.decommits_total,
-        &mut of.committed_bytes_total,
-        &mut of.decommitted_bytes_total,
-        &mut of.alloc_failures_limit_total,
-        &mut of.alloc_failures_device_total,
-        &mut of.alloc_failures_addresses_total,
-        &mut of.alloc_failures_driver_total,
-    ]
+sums! {
+    sizes: live asleep offloaded requested active idle committed reserved holes exported pending
+        cached metadata imported;
+    totals: allocs_total frees_total sleeps_total wakes_total wake_failures_total
+        release_panics_total parked_errors_total remaps_total remapped_bytes_total moves_total
+        moved_bytes_total trimmed_bytes_total shrunk_bytes_total shortage_callbacks_total
+        shortage_panics_total lock_contended_total lock_wait_total commits_total decommits_total
+        committed_bytes_total decommitted_bytes_total alloc_failures_limit_total
+        alloc_failures_device_total alloc_failures_addresses_total alloc_failures_driver_total
 }
 
 /// The maximum number of arenas and backends with series of their own, on all devices.
@@ -168,7 +129,8 @@ impl Series {
         devices: &DevicesSnapshot,
     ) {
         for ((device, _), arena) in &gone.published(devices) {
-            to.arena(device, arena);
+            let labels = [label("device", device), label("arena", &arena.name)];
+            record::arena(arena, &mut to.to(&labels));
         }
         self.publish_backends(to, devices);
         devices.devices.iter().for_each(|device| self.publish_device(to, device));
@@ -187,45 +149,47 @@ impl Series {
             }
         }
         for arena in &self.backends {
-            let (device, name, backend) = arena;
-            to.arena_info(device, name, backend, open.contains(arena));
+            let (device, arena_name, backend) = arena;
+            let labels = [label("device", device), label("arena", arena_name)];
+            to.put(name::DEVICE_ARENA_INFO, &labels, [(*backend, open.contains(arena))]);
         }
     }
 
     fn publish_device(&mut self, to: MetricsWriter, status: &DeviceStatus) {
-        let DeviceStatus { name, lost, rollback_failures_total, memory, budget, .. } = status;
-        let of = |&BudgetSnapshot { reserved, ceiling, allowance, .. }: &_| DeviceBudget {
-            reserved,
-            ceiling,
-            allowance,
-        };
-        let budget = budget.as_ref().map(of);
-        to.device(name, lost.is_some(), *rollback_failures_total, memory.as_ref(), budget);
+        let labels = [label("device", &status.name)];
+        to.put(name::DEVICE_LOST, &labels, status.lost.is_some());
+        to.put(name::DEVICE_ROLLBACK_FAILURES, &labels, status.rollback_failures_total);
+        if let Some(memory) = &status.memory {
+            record::device_memory(memory, &mut to.to(&labels));
+        }
+        if let Some(budget) = &status.budget {
+            to.put(name::DEVICE_RESERVED, &labels, budget.reserved);
+            to.put(name::DEVICE_CEILING, &labels, budget.ceiling);
+            to.put(name::DEVICE_ALLOWANCE, &labels, budget.allowance);
+        }
         if status.memory.is_some() {
             self.known.insert(status.number);
         } else if self.known.remove(&status.number) {
-            to.device_unknown(&status.name);
+            // So that no old value stays.
+            record::device_memory(&DeviceSnapshot::default(), &mut |metric, _| {
+                if metric.kind == MetricKind::Gauge {
+                    to.put(metric, &labels, f64::NAN);
+                }
+            });
         }
     }
 }
 
 /// The arenas, as the control thread reads them.
 pub(in crate::memory) struct ArenasSensor {
-    arenas: Arenas,
-    list: Vec<Arc<Device>>,
+    pub(super) arenas: Arenas,
+    pub(super) list: Vec<Arc<Device>>,
     /// The figures of the last sample, by the number of the device.
-    figures: Vec<DeviceFigures>,
-    limit: Option<ByteSize>,
+    pub(super) figures: Vec<DeviceFigures>,
+    pub(super) limit: Option<ByteSize>,
 }
 
 impl ArenasSensor {
-    /// `limit` is that of each device; [`ByteSize::MAX`] for none.
-    pub(super) fn new(arenas: Arenas, list: &[Arc<Device>], limit: ByteSize) -> Self {
-        let figures = vec![DeviceFigures::default(); list.len()];
-        let limit = (limit != ByteSize::MAX).then_some(limit);
-        Self { arenas, list: list.to_vec(), figures, limit }
-    }
-
     /// Adds the arenas to a sample of kernel and heap.
     pub(in crate::memory) fn add_to(&mut self, sample: &mut Sample) {
         for (figures, device) in self.figures.iter_mut().zip(&self.list) {

@@ -139,9 +139,9 @@ impl Shared {
             if known.is_empty() {
                 known.extend(list.iter().map(|device| DeviceSelector::Number(device.number)));
             }
-            return Err(MemoryError::UnknownDevice { selector, known });
+            return Err(MemoryError::unknown_device(&selector, &known));
         };
-        match device.lost() {
+        match device.driver.lost() {
             Some(error) => Err(lost(&device, error)),
             None => Ok(device),
         }
@@ -162,7 +162,7 @@ impl Shared {
                 }
                 Err(error) => {
                     let device_name = device.name.to_string();
-                    failed.get_or_insert(match device.lost() {
+                    failed.get_or_insert(match device.driver.lost() {
                         Some(error) => lost(device, error),
                         None => MemoryError::DeviceSilent { device: device_name, error },
                     });

@@ -15,7 +15,7 @@
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
-use crate::config::arena::{ShrinkTarget, Targets};
+use crate::config::arena::{SHRINK_OPTION, ShrinkTarget, targets};
 use crate::device::DeviceError;
 use crate::memory::devices::MemoryDevices;
 use crate::memory::error::{Diagnostic, MemoryError};
@@ -24,14 +24,12 @@ use crate::memory::shared::Shared;
 use crate::sync::lock;
 use lowtide_admission::Job;
 
-use super::values::known_targets;
-
 /// The result of a shrink for one target.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Shrunk {
-    /// The target.
-    pub target: ShrinkTarget,
+    /// The target, such as `gpu:0`.
+    pub target: String,
     /// The released bytes; zero if nothing was idle, or there is no arena.
     pub released: ByteSize,
     /// The first failure of a part; the other parts were shrunk. [`MemoryError::NoDevice`] and
@@ -52,7 +50,7 @@ impl MemoryDevices<'_> {
     /// let memory = Memory::builder().start()?;
     /// let shrunk = memory.devices().shrink("cpu:0;gpu:0")?;
     /// assert_eq!(shrunk.len(), 2); // each with its bytes, or the reason for none
-    /// assert!(matches!(memory.devices().shrink("gpu:7"), Err(MemoryError::UnknownTarget { .. })));
+    /// assert!(matches!(memory.devices().shrink("gpu:7"), Err(MemoryError::UnknownDevice { .. })));
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
     ///
@@ -60,51 +58,57 @@ impl MemoryDevices<'_> {
     /// [`MemoryError`] if the selector is invalid, a target is unknown, or this is a forked child.
     /// Nothing is shrunk then.
     pub fn shrink(&self, selector: &str) -> Result<Vec<Shrunk>, MemoryError> {
-        let (shared, targets) = (self.shared(), selector.parse()?);
+        let (shared, targets) = (self.shared(), targets("selector", selector)?);
         shared.check_targets(&targets)?;
-        Ok(shared.shrink(targets.iter()))
+        Ok(shared.shrink(targets))
     }
 
-    /// Starts a run, at the end of which these targets are shrunk. They are checked now, so that a
-    /// run with an unknown target does not start.
+    /// Starts a run with these options, of which `memory.enable_memory_arena_shrinkage` names the
+    /// targets to shrink when it ends; an empty value names none, as in ONNX Runtime. The targets
+    /// are checked now, so that a run with an unknown target does not start.
     ///
     /// ```
     /// use lowtide::Memory;
-    /// use lowtide::config::arena::{SHRINK_OPTION, Targets};
+    /// use lowtide::config::arena::SHRINK_OPTION;
     ///
     /// let memory = Memory::builder().start()?;
-    /// let run = memory.devices().run(Targets::of_run([(SHRINK_OPTION, "gpu:0")])?)?;
+    /// let run = memory.devices().run([(SHRINK_OPTION, "gpu:0")])?;
     /// // ... inference ...
     /// println!("{}", run.end()[0].released);
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
     ///
     /// # Errors
-    /// [`MemoryError`] if a target is unknown, or this is a forked child.
-    pub fn run(&self, shrink: Option<Targets>) -> Result<Run, MemoryError> {
-        let shared = self.shared();
-        shared.check_here()?;
-        shrink.as_ref().map_or(Ok(()), |targets| shared.check_targets(targets))?;
+    /// [`MemoryError`] if the selector is invalid, a target is unknown, or this is a forked child.
+    pub fn run<K: AsRef<str>, V: AsRef<str>>(
+        &self,
+        options: impl IntoIterator<Item = (K, V)>,
+    ) -> Result<Run, MemoryError> {
+        let mut shrink = Vec::new();
+        for (key, selector) in options {
+            if key.as_ref() == SHRINK_OPTION && !selector.as_ref().is_empty() {
+                shrink = targets(SHRINK_OPTION, selector.as_ref())?;
+            }
+        }
+        self.shared().check_targets(&shrink)?;
         Ok(Run { memory: self.memory.clone(), shrink })
     }
 }
 
 /// A run, at the end of which its targets are shrunk.
+#[derive(Debug)]
 #[must_use = "a run ends when this is dropped"]
 pub struct Run {
     memory: Memory,
-    shrink: Option<Targets>,
+    shrink: Vec<ShrinkTarget>,
 }
 
 impl Run {
     /// Ends the run and shrinks its targets on this thread. Returns one result for each target.
     /// Failures are in the results; they do not affect the run itself.
     pub fn end(mut self) -> Vec<Shrunk> {
-        let shared = &self.memory.0.shared;
-        match self.shrink.take() {
-            Some(targets) if shared.check_here().is_ok() => shared.shrink(targets.iter()),
-            _ => Vec::new(),
-        }
+        let targets = std::mem::take(&mut self.shrink);
+        self.memory.0.shared.here(|shared| shared.shrink(targets))
     }
 }
 
@@ -112,45 +116,44 @@ impl Drop for Run {
     /// Leaves the shrink to the worker, since a drop never blocks. A failure becomes a diagnostic.
     /// After a shutdown, and in a forked child, nothing is shrunk.
     fn drop(&mut self) {
-        let Some(targets) = self.shrink.take() else { return };
         let shared = &self.memory.0.shared;
-        if shared.check_here().is_ok() {
-            lock(&shared.devices.shrinks).extend(targets.iter());
+        if !self.shrink.is_empty() && shared.check_here().is_ok() {
+            lock(&shared.devices.shrinks).extend(&self.shrink);
             shared.state.post(Job::DecayDevice);
         }
     }
 }
 
-lowtide_admission::debug_as!(Run, |run| shrink: run.shrink);
-
 impl Shared {
-    fn check_targets(&self, targets: &Targets) -> Result<(), MemoryError> {
+    fn check_targets(&self, targets: &[ShrinkTarget]) -> Result<(), MemoryError> {
         self.check_here()?;
-        let devices = self.devices.list.len().max(1);
-        let exists = |target: &ShrinkTarget| known_targets(devices).any(|known| known == *target);
-        let unknown = targets.iter().find(|target| !exists(target));
-        unknown.map_or(Ok(()), |target| Err(MemoryError::UnknownTarget { target, devices }))
+        let devices = (0..).take(self.devices.list.len().max(1)).map(ShrinkTarget::Gpu);
+        let known: Vec<_> = std::iter::once(ShrinkTarget::Cpu(0)).chain(devices).collect();
+        match targets.iter().find(|target| !known.contains(target)) {
+            Some(unknown) => Err(MemoryError::unknown_device(unknown, &known)),
+            None => Ok(()),
+        }
     }
 
     /// Shrinks the targets of dropped runs.
     pub(in crate::memory) fn shrink_asked(&self) {
         let asked = std::mem::take(&mut *lock(&self.devices.shrinks));
-        let failures = self.shrink(asked.into_iter()).into_iter().filter_map(|it| it.error);
+        let failures = self.shrink(asked).into_iter().filter_map(|it| it.error);
         for error in failures.filter(|error| !is_unsupported(error)) {
             self.add_diagnostic(Diagnostic::warning("device", error.to_string()));
         }
     }
 
-    fn shrink(&self, targets: impl Iterator<Item = ShrinkTarget>) -> Vec<Shrunk> {
+    fn shrink(&self, targets: impl IntoIterator<Item = ShrinkTarget>) -> Vec<Shrunk> {
         let one = |target: ShrinkTarget| {
             let start = self.clock.now();
             let (released, error) = match target {
                 ShrinkTarget::Cpu(_) => self.shrink_host(),
                 ShrinkTarget::Gpu(number) => self.shrink_arenas(number),
             };
-            Shrunk { target, released, error, took: self.clock.now() - start }
+            Shrunk { target: target.to_string(), released, error, took: self.clock.now() - start }
         };
-        targets.map(one).collect()
+        targets.into_iter().map(one).collect()
     }
 
     /// Shrinks the heap, the pinned pools, and host memory kept between sleeps.

@@ -27,7 +27,9 @@
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
-use crate::config::arena::{ArenaOptions, ArenaResolution, ArenaSource, Conflict, Layers, Reason};
+use crate::config::arena::{
+    ARENA_IS_OPEN, ArenaOptions, ArenaResolution, ArenaSource, Conflict, Layers, SHARED_ARENA,
+};
 use crate::decay::DecayTime;
 use crate::device::driver::Driver as _;
 use crate::device::{
@@ -273,9 +275,9 @@ impl ArenaSlot {
     ) -> Option<ArenaReport> {
         let serving = state.serving.clone()?;
         let (source, reason) = match act {
-            SlotAction::Use if state.shared => (ArenaSource::Session, Reason::SharedArena),
-            SlotAction::Use => (ArenaSource::Session, Reason::ArenaIsOpen),
-            SlotAction::Share | SlotAction::Replace => (ArenaSource::Shared, Reason::ArenaIsOpen),
+            SlotAction::Use if state.shared => (ArenaSource::Session, SHARED_ARENA),
+            SlotAction::Use => (ArenaSource::Session, ARENA_IS_OPEN),
+            SlotAction::Share | SlotAction::Replace => (ArenaSource::Shared, ARENA_IS_OPEN),
         };
         if act == SlotAction::Use {
             state.users += 1;
@@ -285,7 +287,8 @@ impl ArenaSlot {
             // options.
             state.layers.shared.get_or_insert_with(|| options.clone());
         }
-        let conflicts = serving.resolution.conflicts_with(options, source, reason);
+        let conflicts =
+            serving.resolution.conflicts_with(options, source, |_, of| (of.value, reason));
         Some(ArenaReport::new(&serving.resolution, conflicts, false))
     }
 

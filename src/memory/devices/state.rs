@@ -10,13 +10,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use crate::bytes::ByteSize;
 use crate::config::arena::ShrinkTarget;
 use crate::config::{Config, DeviceBackend, DeviceChoice};
 use crate::device::driver::Driver;
 use crate::device::driver::host::HostDriver;
 use crate::memory::error::{Diagnostic, StartError};
 use crate::sync::Mutex;
-use lowtide_admission::Admission;
+use lowtide_admission::{Admission, DeviceFigures};
 
 use super::arenas::Arenas;
 use super::device::{CountedIn, Device};
@@ -37,7 +38,7 @@ pub(in crate::memory) struct Devices {
     pub(super) arenas: Arenas,
     /// The slots that have, or have had, an arena.
     pub(super) slots: Mutex<BTreeMap<Slot, Arc<ArenaSlot>>>,
-    pub(super) gone: Gone,
+    pub(in crate::memory) gone: Gone,
     /// The targets that dropped runs leave to the worker.
     pub(super) shrinks: Mutex<BTreeSet<ShrinkTarget>>,
     #[cfg(feature = "cuda")]
@@ -71,14 +72,11 @@ impl Devices {
         self.list.first().is_some_and(|device| device.driver.capabilities().counts_as_host())
     }
 
-    /// Returns the counts of dropped arenas, for metrics.
-    pub(in crate::memory) const fn gone(&self) -> &Gone {
-        &self.gone
-    }
-
     /// Returns what the control thread reads of the arenas.
     pub(in crate::memory) fn sensor(&self, config: &Config) -> ArenasSensor {
-        ArenasSensor::new(self.arenas.clone(), &self.list, config.device_limit.value)
+        let limit = Some(config.device_limit.value).filter(|limit| *limit != ByteSize::MAX);
+        let figures = vec![DeviceFigures::default(); self.list.len()];
+        ArenasSensor { arenas: self.arenas.clone(), list: self.list.clone(), figures, limit }
     }
 
     /// Returns the budgets of further devices.
@@ -119,29 +117,26 @@ fn open_drivers(
     }
     let host = || vec![Arc::new(HostDriver::new()) as Arc<dyn Driver>];
     let failed = |device, NoCuda { cause, .. }| StartError::NoCuda { device, cause };
-    let open_all = |all: &mut dyn ExactSizeIterator<Item = DeviceChoice>| {
-        check_count(all.len())?;
-        all.map(|one| open_cuda(one, backend).map_err(|error| failed(one, error))).collect()
-    };
-    match choice {
-        DeviceChoice::None => Ok(Vec::new()),
-        DeviceChoice::Host => Ok(host()),
-        DeviceChoice::CudaAll => {
-            let count = count_cuda().map_err(|error| failed(choice, error))?;
-            open_all(&mut (0..count).map(DeviceChoice::CudaOrdinal))
-        }
-        DeviceChoice::Cuda | DeviceChoice::CudaOrdinal(_) | DeviceChoice::CudaUuid(_) => {
-            open_all(&mut devices.iter().copied())
-        }
+    let chosen = match choice {
+        DeviceChoice::None => return Ok(Vec::new()),
+        DeviceChoice::Host => return Ok(host()),
         DeviceChoice::Auto => {
             let opened = open_cuda(choice, backend).map(|driver| vec![driver]);
-            Ok(opened.unwrap_or_else(|NoCuda { is_problem, cause }| {
+            return Ok(opened.unwrap_or_else(|NoCuda { is_problem, cause }| {
                 let text = format!("device arenas use host memory: {cause}");
                 diagnostics.push(Diagnostic { about: "device", is_problem, text });
                 host()
-            }))
+            }));
         }
-    }
+        DeviceChoice::CudaAll => {
+            let count = count_cuda().map_err(|error| failed(choice, error))?;
+            (0..count).map(DeviceChoice::CudaOrdinal).collect()
+        }
+        _ => devices.clone(),
+    };
+    check_count(chosen.len())?;
+    let open = |one| open_cuda(one, backend).map_err(|error| failed(one, error));
+    chosen.into_iter().map(open).collect()
 }
 
 /// Checks that the drivers are of different devices, and not too many.

@@ -3,7 +3,6 @@
 use std::fmt;
 
 use crate::bytes::ByteSize;
-use crate::config::arena::ShrinkTarget;
 use crate::device::ArenaSnapshot;
 use crate::device::driver::{Backend, DeviceUuid};
 use crate::memory::snapshot::BudgetSnapshot;
@@ -81,12 +80,6 @@ impl fmt::Display for Slot {
         }
         if self.pinned { f.write_str(":pinned") } else { Ok(()) }
     }
-}
-
-/// Returns the targets that exist with this number of devices. Without a device, `gpu:0` has one
-/// that releases nothing.
-pub(in crate::memory) fn known_targets(devices: usize) -> impl Iterator<Item = ShrinkTarget> {
-    std::iter::once(ShrinkTarget::Cpu(0)).chain((0..).take(devices.max(1)).map(ShrinkTarget::Gpu))
 }
 
 /// The device arenas of a [`Memory`](crate::Memory), and its devices, at one instant.

@@ -35,11 +35,16 @@ pub(super) struct DeviceSample {
     pub(super) committed: ByteSize,
 }
 
-/// The watermark of one device.
+/// The watermark of one device, with the last sample.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Watermark {
     part: f64,
     short: Option<DeviceShortage>,
+    /// The last sample; `None` until the device answers again, which never happens after its
+    /// context is lost.
+    pub(super) last: Option<DeviceSample>,
+    /// Bytes released because device memory was low.
+    pub(super) released_total: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -53,7 +58,7 @@ struct DeviceShortage {
 impl Watermark {
     /// Creates a watermark at this part of the device's memory, in `[0, 1)`. 0 disables it.
     pub(super) const fn new(part: f64) -> Self {
-        Self { part, short: None }
+        Self { part, short: None, last: None, released_total: 0 }
     }
 
     /// Returns `true` if the device is short of memory.
@@ -68,6 +73,7 @@ impl Watermark {
 
     /// Updates the state with a sample. Returns the idle memory to release, as far as there is any.
     pub(super) fn look(&mut self, now: Moment, look: DeviceSample) -> ByteSize {
+        self.last = Some(look);
         let low = self.low(look.total);
         let beyond = look.total.saturating_sub(low).min(low);
         let high = low.saturating_add(ByteSize::new(beyond.get() / 2));
@@ -92,9 +98,10 @@ impl Watermark {
         if self.is_short() { high.saturating_sub(look.free) } else { ByteSize::ZERO }
     }
 
-    /// Ends a shortage without a sample, for example if the device can no longer be read.
+    /// Discards the last sample and ends a shortage, for example if the device can no longer be
+    /// read.
     pub(super) const fn forget(&mut self) {
-        self.short = None;
+        (self.last, self.short) = (None, None);
     }
 }
 

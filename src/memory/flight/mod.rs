@@ -39,6 +39,7 @@ use lowtide_core::file::KeptFile;
 use super::error::Diagnostic;
 use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
+use super::trend::HistorySample;
 use file::{FlightError, LockedFile};
 use format::{
     EVENTS_MAX, HalfWriter, PERMITS_MAX, RESOURCES_MAX, RunIdentity, SAMPLES_MAX, Stored as _,
@@ -62,19 +63,22 @@ const MOVED_PART: u64 = 64;
 #[derive(Debug, Default)]
 pub(super) struct Flight {
     /// The last run, if it was recorded.
-    last_exit: Option<LastExit>,
+    pub(super) last_exit: Option<LastExit>,
     /// The figures that the worker published last; `None` if nothing is recorded.
     published: Option<Mutex<Published>>,
     /// The end of the run, as a [`RunEnd`].
     end: AtomicU8,
     is_ending: AtomicBool,
-    bell: Arc<Bell>,
+    /// Ends the thread's wait.
+    pub(super) bell: Arc<Bell>,
 }
 
 /// The figures of a publication.
 #[derive(Debug, Default)]
 struct Published {
-    sample: FlightSample,
+    history: HistorySample,
+    required: ByteSize,
+    other: Option<ByteSize>,
     resources: Vec<FlightResource>,
 }
 
@@ -92,12 +96,8 @@ impl Flight {
         let mut off = |error: FlightError| {
             diagnostics.push(Diagnostic::warning(ABOUT, format!("off: {error}")));
         };
-        let (file, contents) = match LockedFile::open(path) {
-            Ok(opened) => opened,
-            Err(error) => {
-                off(error);
-                return (Self::default(), None);
-            }
+        let Ok((file, contents)) = LockedFile::open(path).map_err(&mut off) else {
+            return (Self::default(), None);
         };
         let now = Now {
             boot_id: boot_id(),
@@ -106,32 +106,22 @@ impl Flight {
             machine_kills: MachineKills::open().read(),
         };
         let last_exit = LastExit::of(contents, &now);
-        let file = file.prepare().map_or_else(
-            |error| {
-                off(error);
-                None
-            },
-            Some,
-        );
+        let file = file.prepare().map_err(off).ok();
         let published = file.is_some().then(|| {
             let resources = Vec::with_capacity(RESOURCES_MAX);
-            Mutex::new(Published { sample: FlightSample::default(), resources })
+            Mutex::new(Published { resources, ..Published::default() })
         });
         (Self { last_exit, published, ..Self::default() }, file)
-    }
-
-    pub(super) const fn last_exit(&self) -> Option<&LastExit> {
-        self.last_exit.as_ref()
-    }
-
-    /// Returns the bell that ends the thread's wait.
-    pub(super) const fn bell(&self) -> &Arc<Bell> {
-        &self.bell
     }
 
     /// Records that the service was asked to end.
     pub(super) fn set_ending(&self) {
         self.is_ending.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns `true` once the service was asked to end.
+    pub(super) fn is_ending(&self) -> bool {
+        self.is_ending.load(Ordering::Relaxed)
     }
 
     /// Records how the run ends, unless it has ended.
@@ -144,9 +134,10 @@ impl Flight {
     /// Takes over the figures of a publication. Called by the worker.
     pub(super) fn publish(&self, snapshot: &MemorySnapshot) {
         let Some(published) = &self.published else { return };
-        let sample = sample(snapshot);
+        let history = snapshot.history_sample();
         let mut published = lock(published);
-        published.sample = sample;
+        (published.history, published.required) = (history, snapshot.required());
+        published.other = snapshot.other();
         published.resources.clear();
         published.resources.extend(snapshot.resources.iter().take(RESOURCES_MAX).map(|resource| {
             let measured = resource.measured.unwrap_or_default();
@@ -157,22 +148,6 @@ impl Flight {
                 device: measured.device.max(resource.cost.device),
             }
         }));
-    }
-}
-
-/// Returns the figures of a snapshot that the recorder does not read itself.
-fn sample(snapshot: &MemorySnapshot) -> FlightSample {
-    let history = snapshot.history_sample();
-    FlightSample {
-        required: snapshot.required(),
-        heap_live: history.heap_live,
-        heap_retained: history.heap_retained,
-        other: snapshot.other(),
-        #[cfg(feature = "device")]
-        device_live: history.device_live,
-        #[cfg(feature = "device")]
-        device_retained: history.device_retained,
-        ..FlightSample::default()
     }
 }
 
@@ -227,7 +202,7 @@ impl FlightRecorder {
 
     /// Records until `stop` is set and the bell is rung, and then the end.
     pub(super) fn run(mut self, stop: &AtomicBool) {
-        let (clock, bell) = (Arc::clone(&self.shared.clock), Arc::clone(self.shared.flight.bell()));
+        let (clock, bell) = (Arc::clone(&self.shared.clock), Arc::clone(&self.shared.flight.bell));
         while !stop.load(Ordering::Acquire) {
             self.look();
             clock.wait_until(&bell, clock.now() + LOOK_EVERY);
@@ -271,7 +246,7 @@ impl FlightRecorder {
             limit: signal.limit.bytes,
             level: shared.state.level(Budget::Host),
             exhausted: shared.state.is_exhausted(),
-            ending: shared.flight.is_ending.load(Ordering::Relaxed),
+            ending: shared.flight.is_ending(),
             ..self.looked
         }
     }
@@ -282,13 +257,14 @@ impl FlightRecorder {
         self.resources.clear();
         if let Some(published) = &shared.flight.published {
             let published = lock(published);
-            let of = published.sample;
-            self.looked.required = of.required;
-            self.looked.heap_live = of.heap_live;
-            self.looked.heap_retained = of.heap_retained;
-            self.looked.other = of.other;
-            self.looked.device_live = of.device_live;
-            self.looked.device_retained = of.device_retained;
+            let of = published.history;
+            (self.looked.required, self.looked.other) = (published.required, published.other);
+            (self.looked.heap_live, self.looked.heap_retained) = (of.heap_live, of.heap_retained);
+            #[cfg(feature = "device")]
+            {
+                self.looked.device_live = of.device_live;
+                self.looked.device_retained = of.device_retained;
+            }
             self.resources.extend(published.resources.iter().cloned());
         }
         let [host, device] = [Budget::Host, Budget::Device].map(|of| shared.admission.ledger(of));
@@ -331,13 +307,7 @@ impl FlightRecorder {
         writer.end_list(list, count);
         writer.list(PERMITS_MAX, self.permits.iter().take(self.permits_now));
         writer.list(RESOURCES_MAX, self.resources.iter());
-        let written = self.file.write_half(writer.finish(self.file.next_half()));
-        self.note(written);
-    }
-
-    /// Adds a diagnostic, once, if a write failed. The next one is tried all the same.
-    fn note(&self, written: Result<(), FlightError>) {
-        if let Err(error) = written {
+        if let Err(error) = self.file.write_half(writer.finish(self.file.next_half())) {
             let text = format!("{FAILED}: {error}");
             self.shared.add_diagnostic_once(FAILED, Diagnostic::warning(ABOUT, text));
         }

@@ -82,13 +82,10 @@ impl Folder {
         required: ByteSize,
     ) -> Result<(PathBuf, ByteSize), HostError> {
         #[cfg(feature = "profiling")]
-        return self.write_with(cause, required, lowtide_heap::write_profile);
+        let write = lowtide_heap::write_profile;
         #[cfg(not(feature = "profiling"))]
-        self.write_with(
-            cause,
-            required,
-            |_| Err(io::Error::from(io::ErrorKind::Unsupported).into()),
-        )
+        let write = |_: &Path| Err(io::Error::from(io::ErrorKind::Unsupported).into());
+        self.write_with(cause, required, write)
     }
 
     fn write_with(
@@ -122,9 +119,7 @@ impl Folder {
 
     /// Removes the oldest profiles but the first, which shows what is there before a growth.
     fn prune(&mut self) {
-        let sum = |files: &[(PathBuf, ByteSize)]| {
-            files.iter().fold(ByteSize::ZERO, |sum, (_, size)| sum.saturating_add(*size))
-        };
+        let sum = |files: &[(_, ByteSize)]| files.iter().map(|(_, size)| *size).sum::<ByteSize>();
         while self.files.len() > 2 && (self.files.len() > FILES_MAX || sum(&self.files) > BYTES_MAX)
         {
             let (path, _) = self.files.remove(1);

@@ -35,7 +35,8 @@ use super::trend::LeakSuspects;
 /// The requests to the profiler's thread, and its last comparison.
 #[derive(Debug, Default)]
 pub(super) struct Profiles {
-    bell: Arc<Bell>,
+    /// Ends the thread's wait.
+    pub(super) bell: Arc<Bell>,
     /// The cause of a requested capture, and the required bytes.
     capture: Mutex<Option<(CaptureCause, ByteSize)>>,
     compare: AtomicBool,
@@ -106,11 +107,6 @@ impl Profiles {
     pub(super) fn compare(&self) {
         self.compare.store(true, Ordering::Release);
         self.bell.ring();
-    }
-
-    /// Returns the bell that ends the thread's wait.
-    pub(super) const fn bell(&self) -> &Arc<Bell> {
-        &self.bell
     }
 
     pub(super) fn suspects(&self) -> Option<LeakSuspects> {
@@ -185,14 +181,7 @@ impl ProfileWriter<'_> {
             }
             Err(error) if !std::mem::replace(&mut self.has_failed, true) => {
                 let folder = self.path.display();
-                log!(
-                    warn,
-                    target: "lowtide",
-                    %folder,
-                    cause,
-                    %error,
-                    "heap profile not written"
-                );
+                log!(warn, target: "lowtide", %folder, cause, %error, "heap profile not written");
             }
             Err(_) => {}
         }
@@ -206,10 +195,7 @@ impl ProfileWriter<'_> {
     ) -> Result<(std::path::PathBuf, ByteSize), HostError> {
         let folder = match &mut self.folder {
             Some(folder) => folder,
-            none => {
-                let folder = Folder::open(self.path, since_epoch)?;
-                none.insert(folder)
-            }
+            none => none.insert(Folder::open(self.path, since_epoch)?),
         };
         folder.write(cause.name(), required)
     }

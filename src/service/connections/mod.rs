@@ -21,16 +21,18 @@ mod tcp;
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::task::{Poll, Waker};
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment, SystemClock};
 use crate::metrics::record::{CloseReason, OPEN};
 use crate::sync::lock;
-use lowtide_admission::{Admission, Budget, Level, RejectReason};
+use lowtide_admission::{Admission, AdmissionStats, Budget, Level, RejectReason};
 
 pub use requests::{ConnectionBody, ConnectionFuture, ConnectionService};
+#[cfg(all(feature = "axum", feature = "tokio"))]
+pub use tcp::ConnectionApp;
 #[cfg(feature = "tokio")]
 pub use tcp::{ConnectionListener, ConnectionStream};
 
@@ -44,6 +46,12 @@ const PART: u64 = 4;
 /// one after the other, at the same pace. A client that connects again at once then waits in the
 /// queue of the listener like every other, and what is slow and not idle keeps its place.
 const PACE: u32 = 4;
+/// The part of the allowance that is free once unread connections were closed. An estimate: enough
+/// for some small requests.
+const SPARE_PART: u64 = 128;
+/// The most tasks that wait for the end of a connection: more than there are, unless each wait is
+/// another task's.
+const WAKERS_MAX: usize = 8;
 /// The time between two looks for connections that hold memory.
 const TEND_EVERY: Duration = Duration::from_millis(100);
 
@@ -63,9 +71,10 @@ const TEND_EVERY: Duration = Duration::from_millis(100);
 /// that linger (see `ConnectionStream`) are closed before all others, without a grace period.
 ///
 /// While memory is short, connections whose clients have taken nothing of their responses for
-/// longer than the grace period are closed too. Memory is short at level high, while requests wait
-/// for room, and when some were rejected for lack of it. At level high, connections also end with
-/// their next response.
+/// longer than the grace period are closed too, the longest unread first, every 100 ms as many as
+/// hold what is lacking by the mean of all requests. Memory is short at level high, while more is reserved than allowed or requests wait for
+/// room, and when some were rejected for lack of it. At level high, connections also end with their
+/// next response.
 ///
 /// It does not protect from a client that moves a byte within every grace period: a trickle, or
 /// HTTP/2 pings that the server answers. Over HTTP/2 one stream that moves, or on which the server
@@ -106,6 +115,8 @@ struct ConnectionTable {
     tend_at: Moment,
     /// Requests rejected for lack of room, at the last look.
     rejected: u64,
+    /// Connections that were closed and are not dropped yet.
+    closing: usize,
     /// Tasks that wait for a place.
     waiting: Vec<Waker>,
 }
@@ -220,19 +231,20 @@ impl ConnectionState {
         }
     }
 
-    async fn wait(&self, flag: &AtomicBool) {
-        poll_fn(|cx| {
-            // Under the lock: either this sees the flag, or `set` finds the waker.
-            let mut wakers = lock(&self.wakers);
-            if flag.load(Ordering::Acquire) {
-                return Poll::Ready(());
-            }
-            if !wakers.iter().any(|waker| waker.will_wake(cx.waker())) {
-                wakers.push(cx.waker().clone());
-            }
-            Poll::Pending
-        })
-        .await;
+    fn poll(&self, flag: &AtomicBool, cx: &Context<'_>) -> Poll<()> {
+        // Under the lock: either this sees the flag, or `set` finds the waker.
+        let mut wakers = lock(&self.wakers);
+        if flag.load(Ordering::Acquire) {
+            return Poll::Ready(());
+        }
+        if !wakers.iter().any(|waker| waker.will_wake(cx.waker())) {
+            // The oldest is one of a task that has ended, or comes again.
+            let oldest = (wakers.len() >= WAKERS_MAX).then(|| wakers.remove(0));
+            wakers.push(cx.waker().clone());
+            drop(wakers);
+            oldest.into_iter().for_each(Waker::wake);
+        }
+        Poll::Pending
     }
 }
 
@@ -311,6 +323,7 @@ impl Connections {
                 None => table.displace(most, now, grace)?,
             };
             displaced = Some(table.open.swap_remove(at));
+            table.closing += 1;
         }
         let state = Arc::new(ConnectionState::default());
         self.progress(&state);
@@ -326,8 +339,8 @@ impl Connections {
     /// Closes connections whose clients take nothing of a response whose time limit has passed
     /// ([`MemoryLayer::with_min_data_rate`](super::MemoryLayer::with_min_data_rate),
     /// [`MemoryLayer::with_max_hold`](super::MemoryLayer::with_max_hold)). If memory is short, also
-    /// closes those whose clients have taken nothing of their responses for longer than the grace
-    /// period. Looks at most every 100 ms. A `ConnectionListener` calls it.
+    /// closes some of those whose clients have taken nothing of their responses for longer than the
+    /// grace period. Looks at most every 100 ms. A `ConnectionListener` calls it.
     pub fn tend(&self) {
         let Self { admission, grace, clock, .. } = self;
         let now = clock.now();
@@ -342,18 +355,39 @@ impl Connections {
         let lacking = [RejectReason::Full, RejectReason::Exhausted, RejectReason::Pressure];
         let rejected = lacking.iter().map(|reason| stats.rejected_total(*reason)).sum();
         let has_rejected = rejected > std::mem::replace(&mut table.rejected, rejected);
-        let is_short = admission.level() >= Level::High || stats.waiting > 0 || has_rejected;
+        let lacks = stats.waiting > 0 || has_rejected || admission.state().is_short();
+        let is_short = admission.level() >= Level::High || lacks;
         let is_short = is_short && !stats.observe_mode;
-        let stalled = |state: &mut Arc<ConnectionState>| {
+        let is_stalled = |state: &ConnectionState| {
             is_short && state.is_stalled() && now - state.moved() > *grace
         };
-        let stalled: Vec<_> = table.open.extract_if(.., stalled).collect();
+        let mut times: Vec<_> = table.open.iter().filter(|state| is_stalled(state)).collect();
+        times.sort_unstable_by_key(|state| state.moved());
+        let most = self.lacking(&stats).saturating_sub(table.closing).min(times.len());
+        let last = most.checked_sub(1).and_then(|last| times.get(last)).map(|state| state.moved());
+        let longest = |state: &mut Arc<ConnectionState>| {
+            is_stalled(state) && last.is_some_and(|last| state.moved() <= last)
+        };
+        let stalled: Vec<_> = table.open.extract_if(.., longest).collect();
+        table.closing += overdue.len() + stalled.len();
         let has_closed = !(overdue.is_empty() && stalled.is_empty());
         let waiting = if has_closed { std::mem::take(&mut table.waiting) } else { Vec::new() };
         drop(table);
         overdue.iter().for_each(|state| state.close(CloseReason::Overdue));
         stalled.iter().for_each(|state| state.close(CloseReason::Stalled));
         waiting.into_iter().for_each(Waker::wake);
+    }
+
+    /// Returns how many connections hold what is reserved beyond the allowance, and a little more:
+    /// as many as requests of the mean size, and at least one.
+    fn lacking(&self, stats: &AdmissionStats) -> usize {
+        let ledger = self.admission.ledger(Budget::Host);
+        let allowance = ledger.allowance();
+        let spare = ByteSize::new(allowance.get() / SPARE_PART);
+        let lacking = ledger.reserved().saturating_add(spare).saturating_sub(allowance);
+        let each = ledger.requests().get() / stats.held().max(1);
+        let lacking = lacking.get().checked_div(each).unwrap_or(0);
+        usize::try_from(lacking).unwrap_or(usize::MAX).saturating_add(1)
     }
 
     fn progress(&self, state: &ConnectionState) {
@@ -392,14 +426,14 @@ impl Connection {
 
     /// Waits until the connection is to be closed at once: drop what serves it.
     pub async fn closed(&self) {
-        self.state.wait(&self.state.is_closed).await;
+        poll_fn(|cx| self.state.poll(&self.state.is_closed, cx)).await;
     }
 
     /// Waits until an HTTP/2 connection is to end with its open requests, because a response was
     /// sent at level high or above: shut it down gracefully. HTTP/1 needs nothing, since such a
     /// response says `connection: close`.
     pub async fn ending(&self) {
-        self.state.wait(&self.state.is_ending).await;
+        poll_fn(|cx| self.state.poll(&self.state.is_ending, cx)).await;
     }
 }
 
@@ -408,7 +442,10 @@ impl Drop for Connection {
         OPEN.fetch_sub(1, Ordering::Relaxed);
         let mut table = lock(&self.connections.table);
         let at = table.open.iter().position(|state| Arc::ptr_eq(state, &self.state));
-        let Some(at) = at else { return };
+        let Some(at) = at else {
+            table.closing -= 1;
+            return;
+        };
         table.open.swap_remove(at);
         let waiting = std::mem::take(&mut table.waiting);
         drop(table);

@@ -22,7 +22,7 @@ use tower_service::Service;
 
 use lowtide_admission::{Admission, Level};
 
-use super::{Connection, ConnectionState};
+use super::{Connection, ConnectionState, Connections};
 
 /// The handler waits for the request's body.
 const RECEIVES: u8 = 1;
@@ -79,8 +79,17 @@ impl Connection {
     /// connection with its next response at level high and above. Takes some allocations
     /// for each request, and no lock.
     pub fn service<S>(&self, inner: S) -> ConnectionService<S> {
-        let admission = self.connections.admission.clone();
-        ConnectionService { inner, state: Arc::clone(&self.state), admission }
+        self.connections.service(&self.state, inner)
+    }
+}
+
+impl Connections {
+    pub(super) fn service<S>(
+        &self,
+        state: &Arc<ConnectionState>,
+        inner: S,
+    ) -> ConnectionService<S> {
+        ConnectionService { inner, state: Arc::clone(state), admission: self.admission.clone() }
     }
 }
 

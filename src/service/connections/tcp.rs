@@ -18,7 +18,11 @@
 //! first to be closed for another one.
 
 use std::collections::VecDeque;
-use std::future::{Future as _, poll_fn};
+#[cfg(feature = "axum")]
+use std::convert::Infallible;
+#[cfg(feature = "axum")]
+use std::future::Ready;
+use std::future::{Future, poll_fn};
 use std::io;
 use std::net::SocketAddr;
 use std::pin::{Pin, pin};
@@ -27,19 +31,31 @@ use std::sync::atomic::Ordering;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+#[cfg(feature = "axum")]
+use axum::{body::Body, serve::IncomingStream};
+#[cfg(feature = "axum")]
+use http::{Request, Response};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Sleep, sleep};
+#[cfg(feature = "axum")]
+use tower_service::Service;
 
 use crate::clock::Moment;
 use crate::service::DRAIN_MAX;
 use crate::sync::lock;
 
 use super::{CloseReason, Connection, ConnectionState, Connections, PACE, TEND_EVERY};
+#[cfg(feature = "axum")]
+use super::{ConnectionBody, ConnectionService};
 
 /// The time for which no further connection is accepted after one was refused. A client that
 /// connects again at once waits in the queue of the listener meanwhile, and costs little.
 const REFUSED_PAUSE: Duration = Duration::from_millis(1);
+
+/// The pause after an error of `accept`, mostly a lack of descriptors.
+#[cfg(feature = "axum")]
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// The pause while no connection is open, which the next one ends.
 const IDLE: Duration = Duration::from_secs(3600);
@@ -144,6 +160,7 @@ impl ConnectionListener {
                             stream,
                             state,
                             connections: connections.clone(),
+                            connection: None,
                             has_shut_down: false,
                             discarded: 0,
                             timer: None,
@@ -181,6 +198,95 @@ impl ConnectionListener {
     }
 }
 
+/// For `axum::serve`, with a [`ConnectionApp`]. A connection that is to be closed ends with an error
+/// of its stream.
+#[cfg(feature = "axum")]
+impl axum::serve::Listener for ConnectionListener {
+    type Io = ConnectionStream;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (ConnectionStream, SocketAddr) {
+        // Ends with the next connection.
+        loop {
+            match Self::accept(self).await {
+                Ok((connection, mut stream, from)) => {
+                    stream.connection = Some(connection);
+                    return (stream, from);
+                }
+                Err(error) => {
+                    log!(warn, target: "lowtide", %error, "connection not accepted");
+                    sleep(ACCEPT_PAUSE).await;
+                }
+            }
+        }
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.listener.local_addr()
+    }
+}
+
+/// An application of axum on the connections of a [`ConnectionListener`]. It takes two allocations
+/// for each request.
+///
+/// ```
+/// use axum::{Router, routing::get};
+/// use lowtide::{Memory, service::{ConnectionApp, Connections}};
+///
+/// async fn serve(memory: &Memory, listener: tokio::net::TcpListener) -> std::io::Result<()> {
+///     let app: Router = Router::new().route("/", get(async || "hello")).layer(memory.layer());
+///     let connections = Connections::new(memory.admission(), 1024);
+///     axum::serve(connections.listen(listener), ConnectionApp::new(app)).await
+/// }
+/// ```
+#[cfg(feature = "axum")]
+#[derive(Clone, Debug)]
+pub struct ConnectionApp<S>(S);
+
+#[cfg(feature = "axum")]
+impl<S> ConnectionApp<S> {
+    /// Creates one of an application such as a `Router`.
+    pub const fn new(app: S) -> Self {
+        Self(app)
+    }
+}
+
+#[cfg(feature = "axum")]
+impl<S: Clone> Service<IncomingStream<'_, ConnectionListener>> for ConnectionApp<S> {
+    type Response = ConnectionApp<ConnectionService<S>>;
+    type Error = Infallible;
+    type Future = Ready<Result<Self::Response, Infallible>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, stream: IncomingStream<'_, ConnectionListener>) -> Self::Future {
+        let ConnectionStream { state, connections, .. } = stream.io();
+        std::future::ready(Ok(ConnectionApp(connections.service(state, self.0.clone()))))
+    }
+}
+
+#[cfg(feature = "axum")]
+impl<S> Service<Request<Body>> for ConnectionApp<ConnectionService<S>>
+where
+    S: Service<Request<ConnectionBody<Body>>, Response = Response<Body>, Error = Infallible>,
+    S::Future: Send + 'static,
+{
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.0.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let answer = self.0.call(request);
+        Box::pin(async { Ok(answer.await?.map(Body::new)) })
+    }
+}
+
 impl Connections {
     /// Waits until a place is free.
     fn poll_free(&self, cx: &Context<'_>) -> Poll<()> {
@@ -209,6 +315,8 @@ pub struct ConnectionStream {
     stream: TcpStream,
     state: Arc<ConnectionState>,
     connections: Connections,
+    /// Its place, if nothing else drops the stream once it is to be closed.
+    connection: Option<Connection>,
     has_shut_down: bool,
     /// The bytes that were discarded after the shutdown.
     discarded: u64,
@@ -224,12 +332,27 @@ impl ConnectionStream {
     }
 
     /// Records the result of a write.
-    fn written(&self, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
+    fn written(
+        &self,
+        written: Poll<io::Result<usize>>,
+        cx: &Context<'_>,
+    ) -> Poll<io::Result<usize>> {
         self.state.is_blocked.store(written.is_pending(), Ordering::Relaxed);
         if matches!(written, Poll::Ready(Ok(1..))) {
             self.connections.progress(&self.state);
         }
-        written
+        if written.is_pending() { self.poll_closed(cx) } else { written }
+    }
+
+    /// Waits until the connection is to be closed, if nothing else drops it then.
+    fn poll_closed<T>(&self, cx: &Context<'_>) -> Poll<io::Result<T>> {
+        if self.connection.is_none() {
+            return Poll::Pending;
+        }
+        self.state.poll(&self.state.is_closed, cx).map(|()| {
+            let cause = "its client made no progress, and its place or memory is needed";
+            Err(io::Error::new(io::ErrorKind::ConnectionAborted, cause))
+        })
     }
 }
 
@@ -240,7 +363,10 @@ impl AsyncRead for ConnectionStream {
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
-        ready!(Pin::new(&mut self.stream).poll_read(cx, buffer))?;
+        let Poll::Ready(read) = Pin::new(&mut self.stream).poll_read(cx, buffer) else {
+            return self.poll_closed(cx);
+        };
+        read?;
         if buffer.filled().len() > before {
             self.connections.progress(&self.state);
         }
@@ -255,7 +381,7 @@ impl AsyncWrite for ConnectionStream {
         buffer: &[u8],
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write(cx, buffer);
-        self.written(written)
+        self.written(written, cx)
     }
 
     fn poll_write_vectored(
@@ -264,7 +390,7 @@ impl AsyncWrite for ConnectionStream {
         buffers: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write_vectored(cx, buffers);
-        self.written(written)
+        self.written(written, cx)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -272,11 +398,18 @@ impl AsyncWrite for ConnectionStream {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        // hyper does not always read or write while it waits for a handler.
+        if let closed @ Poll::Ready(_) = self.poll_closed(cx) {
+            return closed;
+        }
         Pin::new(&mut self.stream).poll_flush(cx)
     }
 
     /// Shuts the stream down for writing, and lingers if something of a request was not read.
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if let closed @ Poll::Ready(_) = self.poll_closed(cx) {
+            return closed;
+        }
         let this = &mut *self;
         if !this.has_shut_down {
             ready!(Pin::new(&mut this.stream).poll_shutdown(cx))?;

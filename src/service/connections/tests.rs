@@ -320,6 +320,28 @@ fn an_unread_response_ends_its_connection_only_while_memory_is_short() {
 }
 
 /// A response whose time limit has passed, and of which the client takes nothing.
+/// The bug: all of them were closed at once, however little was lacking.
+#[test]
+fn no_more_unread_connections_are_closed_than_hold_what_is_lacking_the_longest_unread_first() {
+    let (connections, clock, admission) = connections(64);
+    let open = || {
+        clock.advance(SECOND / 64);
+        let connection = opened(&connections);
+        let response = answer(&connection, Version::HTTP_11);
+        (connection, response)
+    };
+    let all: Vec<_> = std::iter::repeat_with(open).take(64).collect();
+    clock.advance(2 * SECOND);
+    let held = || admission.try_admit(Cost::host(ByteSize::mib(1))).expect("fits");
+    let mut held: Vec<_> = std::iter::repeat_with(held).take(64).collect();
+    let _ = held[0].raise(ByteSize::mib(3));
+    // 66 of 64 MiB are reserved, and one is to be free: those of two requests, and one more.
+    connections.tend();
+    let are_closed: Vec<_> = all.iter().map(|(connection, _)| is_closed(connection)).collect();
+    assert_eq!(are_closed.iter().filter(|is_closed| **is_closed).count(), 3);
+    assert_eq!(are_closed[..3], [true; 3]);
+}
+
 #[test]
 fn an_overdue_response_ends_its_connection_unless_others_use_it() {
     for version in [Version::HTTP_11, Version::HTTP_2] {

@@ -331,10 +331,6 @@ impl LargeRequest for StreamTimer {
         }
     }
 
-    fn has_time_limit(&self) -> bool {
-        true
-    }
-
     fn check_time(&self, now: Moment) {
         if let Some(reports) = self.0.upgrade() {
             let ends = reports.is_ending();

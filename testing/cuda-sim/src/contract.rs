@@ -13,63 +13,106 @@ use std::ptr::NonNull;
 
 use super::SimDriver;
 use super::call::Call;
+use super::fault::WorkKind;
 use super::graph::Relaxed;
 use super::memory::Range;
 use super::model::Answer;
 use super::raw::Found;
+use super::work::Work;
 use lowtide_core::bytes::ByteSize;
 use lowtide_gpu_driver::{
     Backend, Capabilities, DeviceAddress, DeviceMemory, DeviceUuid, Driver, DriverError,
-    EventHandle, HostMemory, HostStore, StoreSpan, StreamHandle,
+    EventHandle, HostMemory, HostStore, StreamHandle,
 };
 
-/// The calls that are unsafe in the trait.
+/// Passes the calls that are unsafe in the trait to a macro: what tests name them by, the name, the
+/// arguments and what the call does.
+macro_rules! unsafe_calls {
+    ($define:ident) => {
+        $define! {
+            AddressFree unreserve(at: DeviceAddress, size: ByteSize) -> () = |sim| {
+                let mut model = sim.model();
+                let range = model.whole(at, size)?;
+                model.unreserve(range)
+            };
+            Create commit(at: DeviceAddress, size: ByteSize, handle: ByteSize) -> () = |sim| {
+                let mut model = sim.model();
+                let range = model.in_handles(at, size, handle)?;
+                model.commit(range)
+            };
+            Unmap decommit(at: DeviceAddress, size: ByteSize, handle: ByteSize) -> () = |sim| {
+                let mut model = sim.model();
+                let range = model.in_handles(at, size, handle)?;
+                model.decommit(range)
+            };
+            Map remap(from: DeviceAddress, to: DeviceAddress, size: ByteSize, handle: ByteSize)
+                -> () = |sim| {
+                let mut model = sim.model();
+                let (from, to) = (model.in_handles(from, size, handle)?, model.whole(to, size)?);
+                model.remap(from, to)
+            };
+            Copy copy(from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> () =
+                |sim| sim.model().copy(apart(from, to, size)?, to);
+            StreamDestroy stream_destroy(stream: StreamHandle) -> () =
+                |sim| sim.model().stream_destroy(stream.get());
+            StreamWaitEvent stream_wait_event(stream: StreamHandle, event: EventHandle) -> () =
+                |sim| sim.model().stream_wait_event(stream.get(), event.get());
+            StreamSynchronize stream_synchronize(stream: StreamHandle) -> () =
+                |sim| sim.model().stream_synchronize(stream.get());
+            StreamIsCapturing is_capturing(stream: StreamHandle) -> bool =
+                |sim| sim.model().is_capturing(stream.get());
+            EventDestroy event_destroy(event: EventHandle) -> () =
+                |sim| sim.model().event_destroy(event.get());
+            EventRecord event_record(event: EventHandle, stream: StreamHandle) -> () =
+                |sim| sim.model().event_record(event.get(), stream.get());
+            EventQuery event_query(event: EventHandle) -> bool =
+                |sim| sim.model().event_query(event.get());
+            EventSynchronize event_synchronize(event: EventHandle) -> () =
+                |sim| sim.model().event_synchronize(event.get());
+            CopyAsync copy_async(
+                from: DeviceAddress, to: DeviceAddress, size: ByteSize, stream: StreamHandle
+            ) -> () = |sim| {
+                let work = Work::Copy(apart(from, to, size)?, to.get(), WorkKind::Copy);
+                sim.model().start(Call::CopyAsync, stream.get(), work)
+            };
+            HostFree host_store_destroy(store: HostStore) -> () = |sim| sim.store_destroy(store);
+            Offload offload(from: DeviceAddress, into: HostStore, stream: StreamHandle) -> () =
+                |sim| sim.transfer(Call::Offload, (from, into), stream);
+            Restore restore(from: HostStore, to: DeviceAddress, stream: StreamHandle) -> () =
+                |sim| sim.transfer(Call::Restore, (to, from), stream);
+        }
+    };
+}
+
+/// Defines safe methods.
+macro_rules! safe {
+    ($($call:ident $name:ident($($argument:ident: $type:ty),*) -> $answer:ty
+        = |$sim:ident| $act:expr;)*) => { $(
+        #[doc = concat!("Like [`Driver::", stringify!($name), "`].")]
+        ///
+        /// # Errors
+        #[doc = concat!("As for [`Driver::", stringify!($name), "`].")]
+        pub fn $name(&self, $($argument: $type),*) -> Answer<$answer> {
+            let $sim = self;
+            $act
+        }
+    )* };
+}
+
+/// Defines the calls of the trait: the safe methods, with the acts that wait for them, and with this
+/// thread's capture mode relaxed.
+macro_rules! relaxed {
+    ($($call:ident $name:ident($($argument:ident: $type:ty),*) -> $answer:ty
+        = |$sim:ident| $act:expr;)*) => { $(
+        unsafe fn $name(&self, $($argument: $type),*) -> Answer<$answer> {
+            let _relaxed = self.enter(Call::$call);
+            Self::$name(self, $($argument),*)
+        }
+    )* };
+}
+
 impl SimDriver {
-    /// Like [`Driver::unreserve`].
-    ///
-    /// # Errors
-    /// As for [`Driver::unreserve`].
-    pub fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Answer {
-        let mut model = self.model();
-        let range = model.whole(at, size)?;
-        model.unreserve(range)
-    }
-
-    /// Like [`Driver::commit`].
-    ///
-    /// # Errors
-    /// As for [`Driver::commit`].
-    pub fn commit(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> Answer {
-        let mut model = self.model();
-        let range = model.in_handles(at, size, handle)?;
-        model.commit(range)
-    }
-
-    /// Like [`Driver::decommit`].
-    ///
-    /// # Errors
-    /// As for [`Driver::decommit`].
-    pub fn decommit(&self, at: DeviceAddress, size: ByteSize, handle: ByteSize) -> Answer {
-        let mut model = self.model();
-        let range = model.in_handles(at, size, handle)?;
-        model.decommit(range)
-    }
-
-    /// Like [`Driver::remap`].
-    ///
-    /// # Errors
-    /// As for [`Driver::remap`].
-    pub fn remap(
-        &self,
-        from: DeviceAddress,
-        to: DeviceAddress,
-        size: ByteSize,
-        handle: ByteSize,
-    ) -> Answer {
-        let mut model = self.model();
-        let (from, to) = (model.in_handles(from, size, handle)?, model.whole(to, size)?);
-        model.remap(from, to)
-    }
+    unsafe_calls!(safe);
 
     /// Like [`Driver::segment_destroy`].
     ///
@@ -81,119 +124,6 @@ impl SimDriver {
         model.segment_destroy(range)
     }
 
-    /// Like [`Driver::copy`].
-    ///
-    /// # Errors
-    /// As for [`Driver::copy`].
-    pub fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer {
-        self.model().copy(apart(from, to, size)?, to)
-    }
-
-    /// Like [`Driver::stream_destroy`].
-    ///
-    /// # Errors
-    /// As for [`Driver::stream_destroy`].
-    pub fn stream_destroy(&self, stream: StreamHandle) -> Answer {
-        self.model().stream_destroy(stream.get())
-    }
-
-    /// Like [`Driver::stream_wait_event`].
-    ///
-    /// # Errors
-    /// As for [`Driver::stream_wait_event`].
-    pub fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle) -> Answer {
-        self.model().stream_wait_event(stream.get(), event.get())
-    }
-
-    /// Like [`Driver::stream_synchronize`].
-    ///
-    /// # Errors
-    /// As for [`Driver::stream_synchronize`].
-    pub fn stream_synchronize(&self, stream: StreamHandle) -> Answer {
-        self.model().stream_synchronize(stream.get())
-    }
-
-    /// Like [`Driver::is_capturing`].
-    ///
-    /// # Errors
-    /// As for [`Driver::is_capturing`].
-    pub fn is_capturing(&self, stream: StreamHandle) -> Answer<bool> {
-        self.model().is_capturing(stream.get())
-    }
-
-    /// Like [`Driver::event_destroy`].
-    ///
-    /// # Errors
-    /// As for [`Driver::event_destroy`].
-    pub fn event_destroy(&self, event: EventHandle) -> Answer {
-        self.model().event_destroy(event.get())
-    }
-
-    /// Like [`Driver::event_record`].
-    ///
-    /// # Errors
-    /// As for [`Driver::event_record`].
-    pub fn event_record(&self, event: EventHandle, stream: StreamHandle) -> Answer {
-        self.model().event_record(event.get(), stream.get())
-    }
-
-    /// Like [`Driver::event_query`].
-    ///
-    /// # Errors
-    /// As for [`Driver::event_query`].
-    pub fn event_query(&self, event: EventHandle) -> Answer<bool> {
-        self.model().event_query(event.get())
-    }
-
-    /// Like [`Driver::event_synchronize`].
-    ///
-    /// # Errors
-    /// As for [`Driver::event_synchronize`].
-    pub fn event_synchronize(&self, event: EventHandle) -> Answer {
-        self.model().event_synchronize(event.get())
-    }
-
-    /// Like [`Driver::copy_async`].
-    ///
-    /// # Errors
-    /// As for [`Driver::copy_async`].
-    pub fn copy_async(
-        &self,
-        from: DeviceAddress,
-        to: DeviceAddress,
-        size: ByteSize,
-        stream: StreamHandle,
-    ) -> Answer {
-        let work = super::work::Work::Copy(apart(from, to, size)?, to.get());
-        self.model().start(Call::CopyAsync, stream.get(), work)
-    }
-
-    /// Like [`Driver::host_store_destroy`].
-    ///
-    /// # Errors
-    /// As for [`Driver::host_store_destroy`].
-    pub fn host_store_destroy(&self, store: HostStore) -> Answer {
-        self.store_destroy(store)
-    }
-
-    /// Like [`Driver::offload`].
-    ///
-    /// # Errors
-    /// As for [`Driver::offload`].
-    pub fn offload(&self, from: DeviceAddress, into: StoreSpan, stream: StreamHandle) -> Answer {
-        self.transfer(Call::Offload, (from, into), stream)
-    }
-
-    /// Like [`Driver::restore`].
-    ///
-    /// # Errors
-    /// As for [`Driver::restore`].
-    pub fn restore(&self, from: StoreSpan, to: DeviceAddress, stream: StreamHandle) -> Answer {
-        self.transfer(Call::Restore, (to, from), stream)
-    }
-}
-
-impl SimDriver {
     /// Runs the acts that wait for a call, and relaxes this thread's capture mode for the call.
     fn enter(&self, call: Call) -> Relaxed {
         self.hooks.before(call);
@@ -211,17 +141,6 @@ fn apart(from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer<Range
         return Err(DriverError::Overlap { from, to, size });
     }
     Ok(Range { at: from.get(), size: size.get() })
-}
-
-/// The calls of the trait that are safe methods of the same name: with the acts that wait for them,
-/// and this thread's capture mode relaxed.
-macro_rules! relaxed {
-    ($($call:ident $name:ident($($argument:ident: $type:ty),*) $(-> $answer:ty)?;)*) => {
-        $(unsafe fn $name(&self, $($argument: $type),*) -> Answer$(<$answer>)? {
-            let _relaxed = self.enter(Call::$call);
-            Self::$name(self, $($argument),*)
-        })*
-    };
 }
 
 // SAFETY: device memory is numbers of the model, with no host pointer to it, and its work is done
@@ -249,25 +168,7 @@ unsafe impl Driver for SimDriver {
         self.model().options.uuid
     }
 
-    relaxed! {
-        AddressFree unreserve(at: DeviceAddress, size: ByteSize);
-        Create commit(at: DeviceAddress, size: ByteSize, handle: ByteSize);
-        Unmap decommit(at: DeviceAddress, size: ByteSize, handle: ByteSize);
-        Map remap(from: DeviceAddress, to: DeviceAddress, size: ByteSize, handle: ByteSize);
-        Copy copy(from: DeviceAddress, to: DeviceAddress, size: ByteSize);
-        StreamDestroy stream_destroy(stream: StreamHandle);
-        StreamWaitEvent stream_wait_event(stream: StreamHandle, event: EventHandle);
-        StreamSynchronize stream_synchronize(stream: StreamHandle);
-        StreamIsCapturing is_capturing(stream: StreamHandle) -> bool;
-        EventDestroy event_destroy(event: EventHandle);
-        EventRecord event_record(event: EventHandle, stream: StreamHandle);
-        EventQuery event_query(event: EventHandle) -> bool;
-        EventSynchronize event_synchronize(event: EventHandle);
-        CopyAsync copy_async(from: DeviceAddress, to: DeviceAddress, size: ByteSize, stream: StreamHandle);
-        HostFree host_store_destroy(store: HostStore);
-        Offload offload(from: DeviceAddress, into: StoreSpan, stream: StreamHandle);
-        Restore restore(from: StoreSpan, to: DeviceAddress, stream: StreamHandle);
-    }
+    unsafe_calls!(relaxed);
 
     fn reserve(&self, size: ByteSize) -> Answer<DeviceAddress> {
         let _relaxed = self.enter(Call::AddressReserve);

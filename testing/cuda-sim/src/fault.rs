@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use super::call::Call;
 use super::memory::Range;
 use lowtide_core::bytes::ByteSize;
-use lowtide_gpu_driver::{DeviceAddress, HostStore, StreamHandle};
+use lowtide_gpu_driver::{DeviceAddress, StreamHandle};
 
 /// An error that can be injected into a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -130,24 +130,6 @@ pub enum Fault {
         /// The work.
         work: WorkKind,
     },
-    /// A store was freed while unfinished work referred to it. The fields name the first such work.
-    StoreGoneBeforeDone {
-        /// The store.
-        store: HostStore,
-        /// The stream of the work.
-        stream: StreamHandle,
-        /// The work.
-        work: WorkKind,
-    },
-    /// Work accessed a store that was freed. The context is lost.
-    IllegalStore {
-        /// The stream of the work.
-        stream: Option<StreamHandle>,
-        /// The work.
-        work: WorkKind,
-        /// The store.
-        store: HostStore,
-    },
     /// A range was mapped that is partly mapped already.
     DoubleMap(Range),
     /// A range was unmapped that is partly bare.
@@ -168,19 +150,12 @@ pub enum Fault {
     UnmapSeveral(Range),
     /// A reservation was released while memory was mapped in it.
     UnreserveMapped(Range),
-    /// A range is not a reservation, or not inside one.
+    /// A range is not a reservation or a store, or not inside one.
     NotReserved {
         /// The call.
         call: Call,
         /// The range.
         range: Range,
-    },
-    /// A range extends beyond the end of its store.
-    OutsideStore {
-        /// The call.
-        call: Call,
-        /// The store.
-        store: HostStore,
     },
     /// A handle was released before, or never existed.
     StaleHandle {
@@ -205,7 +180,7 @@ pub enum Fault {
         /// The address passed to the call.
         at: DeviceAddress,
     },
-    /// Host memory was released while unfinished work referred to it. The fields name the first
+    /// Host memory or a store was released while unfinished work referred to it. The fields name the first
     /// such work.
     HostGoneBeforeDone {
         /// The start of the memory.

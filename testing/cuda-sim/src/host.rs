@@ -22,12 +22,11 @@ use super::fault::{Fault, HandleKind, WorkKind};
 use super::memory::Range;
 use super::model::{Answer, Model, NOT_SUPPORTED, OUT_OF_MEMORY};
 use super::raw::Place;
-use super::sparse::{Sparse, blocks, index};
+use super::sparse::index;
 use lowtide_core::bytes::ByteSize;
 use lowtide_gpu_driver::host::HostDriver;
 use lowtide_gpu_driver::{
-    DeviceAddress, Driver as _, DriverError, HOST_GRANULARITY, HostMemory, HostStore, StoreSpan,
-    StreamHandle,
+    DeviceAddress, Driver as _, DriverError, HOST_GRANULARITY, HostMemory, HostStore, StreamHandle,
 };
 
 impl Model {
@@ -101,10 +100,10 @@ impl Model {
         }
         let memory = self.store_memory(size);
         self.enter_host(Call::HostAlloc, size, memory)?;
-        if size.as_usize().is_none() {
-            return Err(self.fail(OUT_OF_MEMORY));
-        }
-        Ok(HostStore::new(self.stores.insert((Sparse::new(size), memory))))
+        let at = size.as_usize().and_then(|_| self.memory.place_store(size.get()));
+        let at = at.ok_or_else(|| self.fail(OUT_OF_MEMORY))?;
+        self.stores.insert(at, (size.get(), memory));
+        Ok(HostStore { at, size })
     }
 
     /// Returns the kind of memory of the next store: page-locked within the limit.
@@ -118,9 +117,10 @@ impl Model {
         }
     }
 
-    /// Returns `true` if a store is not page-locked.
-    pub(super) fn is_pageable(&self, store: HostStore) -> bool {
-        self.stores.get(store.get()).is_some_and(|store| store.1 == HostMemory::Pageable)
+    /// Returns `true` if the store of a part is not page-locked.
+    pub(super) fn is_pageable(&self, part: HostStore) -> bool {
+        let store = self.stores.range(..=part.at).next_back();
+        store.is_some_and(|(_, store)| store.1 == HostMemory::Pageable)
     }
 }
 
@@ -141,7 +141,7 @@ impl SimDriver {
             // SAFETY: the model records a fault if a copy of a ring is not complete.
             unsafe { self.staging.remove_store(self) }?;
         }
-        let outcome = self.model().store_destroy(store.get());
+        let outcome = self.model().store_destroy(store.at);
         if is_pageable && outcome.is_err() {
             self.staging.add_store(self);
         }
@@ -152,42 +152,29 @@ impl SimDriver {
     pub(super) fn transfer(
         &self,
         call: Call,
-        (device, span): (DeviceAddress, StoreSpan),
+        (device, part): (DeviceAddress, HostStore),
         stream: StreamHandle,
     ) -> Answer {
         let mut model = self.model();
-        if !model.is_pageable(span.store) {
-            return model.transfer(call, stream.get(), device.get(), span);
+        if !model.is_pageable(part) {
+            return model.transfer(call, stream.get(), device.get(), part);
         }
         model.call = call;
-        model.check_span(span)?;
+        model.check_part(part)?;
         drop(model);
-        let place = (device, span.size);
-        let at = |offset: u64| span.offset.get() + offset;
+        let place = (device, part.size);
         if call == Call::Offload {
-            let put = &mut |offset, bytes: &[u8]| self.model().write_store(span, at(offset), bytes);
+            let put = &mut |offset, bytes: &[u8]| {
+                let _ = self.model().bytes().write(part.at + offset, bytes);
+            };
             // SAFETY: the ring is host memory of this driver, and the model looks up the rest.
             return unsafe { self.staging.offload(self, place, stream, put) };
         }
-        let get = &mut |offset, bytes: &mut [u8]| self.model().read_store(span, at(offset), bytes);
+        let get = &mut |offset, bytes: &mut [u8]| {
+            let _ = self.model().bytes().read(part.at + offset, bytes);
+        };
         // SAFETY: as above.
         unsafe { self.staging.restore(self, place, stream, get) }
-    }
-}
-
-impl Model {
-    fn write_store(&mut self, span: StoreSpan, at: u64, from: &[u8]) {
-        let Some((store, _)) = self.stores.get_mut(span.store.get()) else { return };
-        for (done, length) in blocks(from.len() as u64, at, at) {
-            store.write(index(at + done), length).copy_from_slice(&from[index(done)..][..length]);
-        }
-    }
-
-    fn read_store(&mut self, span: StoreSpan, at: u64, into: &mut [u8]) {
-        let Some((store, _)) = self.stores.get(span.store.get()) else { return };
-        for (done, length) in blocks(into.len() as u64, at, at) {
-            store.read(index(at + done), &mut into[index(done)..][..length]);
-        }
     }
 }
 

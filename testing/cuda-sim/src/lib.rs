@@ -149,7 +149,7 @@ pub const fn sample(all: u64) -> u64 {
 #[expect(unsafe_code, reason = "the calls of the trait that take memory away are unsafe")]
 mod tests {
     use lowtide_core::bytes::ByteSize;
-    use lowtide_gpu_driver::{DeviceAddress, Driver, DriverError, HostMemory, StoreSpan};
+    use lowtide_gpu_driver::{DeviceAddress, Driver, DriverError, HostMemory, HostStore};
 
     use super::*;
 
@@ -171,7 +171,7 @@ mod tests {
             call!(driver.commit(at, size, part))?;
             let (stream, event) = (driver.stream_create()?, driver.event_create()?);
             let store = driver.host_store_create(size)?;
-            let span = StoreSpan { store, offset: part, size: part };
+            let span = HostStore { at: store.at + part.get(), size: part };
             let second = DeviceAddress::new(at.get() + part.get());
             call!(driver.copy(at, second, part))?;
             call!(driver.copy_async(at, second, part, stream))?;

@@ -13,7 +13,7 @@
 //! written are unspecified.
 
 use super::call::Call;
-use super::fault::Fault;
+use super::fault::{Fault, WorkKind};
 use super::memory::{Obstacle, Range};
 use super::model::{Answer, INVALID_VALUE, Model, NOT_SUPPORTED, OUT_OF_MEMORY};
 use super::work::{Pattern, Work};
@@ -290,12 +290,12 @@ impl Model {
         let size = ByteSize::new(from.size);
         let entered = self.enter(Call::Copy, size);
         let work = match entered {
-            Ok(()) => Work::Copy(from, to.get()),
+            Ok(()) => Work::Copy(from, to.get(), WorkKind::Copy),
             Err(_) => Work::Fill(Range { at: to.get(), size: from.size }, SCRIBBLE),
         };
         if self.lost.is_none() {
             self.charge(0, size);
-            let done = work.run(&mut self.memory, &mut self.stores);
+            let done = work.run(&mut self.memory);
             if let Err(illegal) = done
                 && entered.is_ok()
             {

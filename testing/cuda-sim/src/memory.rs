@@ -90,7 +90,10 @@ struct Reservation {
     own: bool,
 }
 
-/// The device's memory as its user sees it.
+/// The first address of stores: devices end at 2^61 at most.
+const STORES: u64 = 1 << 61;
+
+/// The device's memory as its user sees it, and the stores of its contents in host memory.
 #[derive(Debug, Default)]
 pub(super) struct Memory {
     space: Range,
@@ -100,6 +103,7 @@ pub(super) struct Memory {
     reserved: u64,
     committed: u64,
     taken: u64,
+    stores_end: u64,
 }
 
 impl Memory {
@@ -275,14 +279,29 @@ impl Memory {
     pub(super) fn place(&mut self, size: u64, charged: u64, unit: u64) -> Option<u64> {
         let span = size.checked_add(1)?.checked_next_multiple_of(unit)?;
         let at = self.take_addresses(span, unit, true)?;
-        self.taken += charged;
-        let handle = self.insert(size, charged, true);
-        self.map_handle(Range { at, size }, handle);
-        self.release(handle);
+        self.place_at(Range { at, size }, charged);
         Some(at)
     }
 
-    /// Gives a block of the driver's own back.
+    fn place_at(&mut self, range: Range, charged: u64) {
+        self.taken += charged;
+        let handle = self.insert(range.size, charged, true);
+        self.map_handle(range, handle);
+        self.release(handle);
+    }
+
+    /// Places a store of host memory, beyond the device's addresses, which are never used again,
+    /// with bare addresses after it.
+    pub(super) fn place_store(&mut self, size: u64) -> Option<u64> {
+        let at = self.stores_end.max(STORES);
+        self.stores_end = at.checked_add(size)?.checked_add(PAGE as u64)?;
+        self.reservations.insert(at, Reservation { size, own: true });
+        self.place_at(Range { at, size }, 0);
+        self.open(at, size);
+        Some(at)
+    }
+
+    /// Gives a block of the driver's own back, or a store.
     pub(super) fn displace(&mut self, at: u64) {
         debug_assert!(self.reservations.get(&at).is_some_and(|it| it.own));
         self.remove_mapping(at);

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::call::Call;
-use super::fault::{Fault, HandleKind, Planned, SimError};
+use super::fault::{Fault, HandleKind, Planned, SimError, WorkKind};
 use super::graph::Capture;
 use super::host::HostCopy;
 use super::memory::{Memory, Range};
@@ -21,9 +21,9 @@ use super::queue::{Chance, Queues};
 use super::segments::Segments;
 use super::slots::Slots;
 use super::task::{HostRanges, Task};
-use super::work::{Illegal, Outcome, Position, Store, Ticket, Work};
+use super::work::{Illegal, Outcome, Position, Ticket, Work};
 use lowtide_core::bytes::ByteSize;
-use lowtide_gpu_driver::{DeviceAddress, DriverError, HostMemory, HostStore, StreamHandle};
+use lowtide_gpu_driver::{DeviceAddress, DriverError, HostMemory, StreamHandle};
 
 /// The most pieces of queued work; a launch beyond the limit runs one first.
 const QUEUED_MAX: usize = 1 << 20;
@@ -52,7 +52,8 @@ pub(super) struct Model {
     pub(super) memory: Memory,
     pub(super) queues: Queues,
     pub(super) events: Slots<Marked>,
-    pub(super) stores: Slots<Store>,
+    /// The sizes and kinds of stores, by their addresses.
+    pub(super) stores: BTreeMap<u64, (u64, HostMemory)>,
     pub(super) graphs: Slots<Vec<Work>>,
     pub(super) captures: BTreeMap<u64, Capture>,
     /// The breaches of the contract.
@@ -289,7 +290,7 @@ impl Model {
             }
             _ => {}
         }
-        match work.run(&mut self.memory, &mut self.stores) {
+        match work.run(&mut self.memory) {
             Ok(None) => {}
             Ok(Some((ticket, outcome))) => self.keep(ticket, outcome),
             Err(illegal) => self.illegal(Some(stream), &work, illegal),
@@ -298,27 +299,24 @@ impl Model {
 
     /// A copy costs its bytes when it is done.
     fn charge_copy(&self, work: &Work) {
-        let call = match work {
-            Work::Copy(..) => Call::CopyAsync,
-            Work::Offload(..) => Call::Offload,
-            Work::Restore(..) => Call::Restore,
-            _ => return,
+        let Work::Copy(range, _, kind) = work else { return };
+        let call = match kind {
+            WorkKind::Offload => Call::Offload,
+            WorkKind::Restore => Call::Restore,
+            _ => Call::CopyAsync,
         };
-        let bytes = work.ranges().next().map_or(0, |range| range.size);
-        self.charge_for(call, 0, ByteSize::new(bytes));
+        self.charge_for(call, 0, ByteSize::new(range.size));
     }
 
     /// Records work that accessed a bare address, and loses the context.
-    pub(super) fn illegal(&mut self, stream: Option<StreamHandle>, work: &Work, what: Illegal) {
-        let work = work.kind();
-        self.faults.push(match what {
-            Illegal::Store(store) => {
-                Fault::IllegalStore { stream, work, store: HostStore::new(store) }
-            }
-            Illegal::Bare(range, bare) => {
-                Fault::IllegalAddress { stream, work, range, bare: DeviceAddress::new(bare) }
-            }
-        });
+    pub(super) fn illegal(
+        &mut self,
+        stream: Option<StreamHandle>,
+        work: &Work,
+        (range, bare): Illegal,
+    ) {
+        let (work, bare) = (work.kind(), DeviceAddress::new(bare));
+        self.faults.push(Fault::IllegalAddress { stream, work, range, bare });
         self.lose(SimError::IllegalAddress.code());
     }
 
@@ -357,7 +355,7 @@ impl Model {
     /// Host memory given out, of a kind or of all kinds: blocks, stores, and what the device reaches.
     pub(super) fn host_bytes(&self, of: Option<HostMemory>) -> ByteSize {
         let blocks = self.host_blocks.values().copied();
-        let stores = self.stores.values().map(|(bytes, kind)| (ByteSize::of(bytes.size()), *kind));
+        let stores = self.stores.values().map(|(size, kind)| (ByteSize::new(*size), *kind));
         let ranges = (ByteSize::new(self.host_ranges.bytes(false)), HostMemory::PageLocked);
         let all = blocks.chain(stores).chain([ranges]);
         all.filter(|(_, kind)| of.is_none_or(|of| of == *kind))

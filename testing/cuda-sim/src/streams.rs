@@ -9,15 +9,15 @@
 //! Invariant: an event is done iff the position that it marks is.
 
 use super::call::Call;
-use super::fault::{Fault, HandleKind};
+use super::fault::{Fault, HandleKind, WorkKind};
 use super::graph::Capture;
 use super::memory::Range;
 use super::model::{
     Answer, CAPTURED_EVENT, INVALID_VALUE, INVALIDATED, ISOLATION, Marked, Model, UNSUPPORTED,
 };
-use super::work::{InStore, Position, Work};
+use super::work::{Position, Work};
 use lowtide_core::bytes::ByteSize;
-use lowtide_gpu_driver::{DriverError, HostStore, StoreSpan, StreamHandle};
+use lowtide_gpu_driver::{DeviceAddress, DriverError, HostStore, StreamHandle};
 
 impl Model {
     pub(super) fn stream_create(&mut self) -> Answer<StreamHandle> {
@@ -184,52 +184,49 @@ impl Model {
         self.queue(stream, work)
     }
 
-    /// Queues a copy between device memory and a store.
+    /// Queues a copy between device memory and a part of a store.
     pub(super) fn transfer(
         &mut self,
         call: Call,
         stream: u64,
         device: u64,
-        span: StoreSpan,
+        part: HostStore,
     ) -> Answer {
-        self.enter(call, span.size)?;
+        self.enter(call, part.size)?;
         self.live_stream(stream)?;
-        self.check_span(span)?;
-        let range = Range { at: device, size: span.size.get() };
-        let part = InStore { store: span.store.get(), offset: span.offset.get() };
+        let store = self.check_part(part)?;
         let work = match call {
-            Call::Offload => Work::Offload(range, part),
-            _ => Work::Restore(part, range),
+            Call::Offload => Work::Copy(Range { at: device, ..store }, store.at, WorkKind::Offload),
+            _ => Work::Copy(store, device, WorkKind::Restore),
         };
         self.queue(stream, work)
     }
 
-    /// Checks that the span lies inside a store.
-    pub(super) fn check_span(&mut self, span: StoreSpan) -> Answer {
-        let store = span.store.get();
-        let Some((kept, _)) = self.stores.get(store) else {
-            return Err(self.stale(HandleKind::Store, store));
+    /// Checks that the part lies inside a store.
+    pub(super) fn check_part(&mut self, part: HostStore) -> Answer<Range> {
+        let range = Range { at: part.at, size: part.size.get() };
+        let Some((&at, &(size, _))) = self.stores.range(..=part.at).next_back() else {
+            return Err(self.stale(HandleKind::Store, part.at));
         };
-        let end = span.offset.checked_add(span.size);
-        if end.is_none_or(|end| end > ByteSize::of(kept.size())) {
-            let fault = Fault::OutsideStore { call: self.call, store: span.store };
+        if !(Range { at, size }).holds(range) {
+            let fault = Fault::NotReserved { call: self.call, range };
             return Err(self.refuse(fault, INVALID_VALUE));
         }
-        Ok(())
+        Ok(range)
     }
 
-    pub(super) fn store_destroy(&mut self, store: u64) -> Answer {
+    pub(super) fn store_destroy(&mut self, at: u64) -> Answer {
         self.enter(Call::HostFree, ByteSize::ZERO)?;
-        let Some((kept, _)) = self.stores.get(store) else {
-            return Err(self.stale(HandleKind::Store, store));
+        let Some(&(size, _)) = self.stores.get(&at) else {
+            return Err(self.stale(HandleKind::Store, at));
         };
-        self.charge(0, ByteSize::of(kept.size()));
-        if let Some((stream, work)) = self.queues.find(|work| work.store() == Some(store)) {
-            let (stream, work) = (StreamHandle::new(stream), work.kind());
-            let store = HostStore::new(store);
-            self.faults.push(Fault::StoreGoneBeforeDone { store, stream, work });
+        self.charge(0, ByteSize::new(size));
+        if let Some((stream, work)) = self.unfinished_in(Range { at, size }) {
+            let at = DeviceAddress::new(at);
+            self.faults.push(Fault::HostGoneBeforeDone { at, stream, work });
         }
-        self.stores.remove(store);
+        self.memory.displace(at);
+        self.stores.remove(&at);
         Ok(())
     }
 }

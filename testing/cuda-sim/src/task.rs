@@ -17,7 +17,7 @@ use super::host::HostBytes;
 use super::memory::{Memory, Range};
 use super::model::{Answer, IMPLICIT, Model};
 use super::sparse::{blocks, index};
-use super::work::{Illegal, Work};
+use super::work::Work;
 use lowtide_gpu_driver::StreamHandle;
 
 /// The kind of host memory that the device can access.
@@ -148,6 +148,11 @@ impl fmt::Debug for Task {
 }
 
 impl Model {
+    /// All memory that the device reaches, and its stores.
+    pub(super) fn bytes(&mut self) -> DeviceBytes<'_> {
+        DeviceBytes { memory: &mut self.memory, hosts: &self.host_ranges }
+    }
+
     /// Queues a task on a live stream, or captures it.
     pub(super) fn start_task(&mut self, stream: u64, kind: WorkKind, task: Task) -> Answer {
         self.live_stream(stream)?;
@@ -192,14 +197,13 @@ impl Model {
         let Some(mut job) = self.tasks.get_mut(number).and_then(|task| task.job.take()) else {
             return;
         };
-        let hosts = &self.host_ranges;
-        let done = job(&mut DeviceBytes { memory: &mut self.memory, hosts });
+        let done = job(&mut self.bytes());
         if let Some(task) = self.tasks.get_mut(number) {
             task.job = Some(job);
         }
         self.drop_tasks(&[*work]);
         if let Err(Unreachable { at, size, bare }) = done {
-            self.illegal(Some(stream), work, Illegal::Bare(Range { at, size }, bare));
+            self.illegal(Some(stream), work, (Range { at, size }, bare));
         }
     }
 

@@ -7,9 +7,7 @@
 
 use super::fault::WorkKind;
 use super::memory::{Memory, Range};
-use super::slots::Slots;
-use super::sparse::{PAGE, Sparse, blocks, index};
-use lowtide_gpu_driver::HostMemory;
+use super::sparse::{PAGE, blocks, index};
 
 /// A byte pattern that a kernel writes and another kernel checks.
 ///
@@ -91,25 +89,14 @@ pub(super) struct Position {
     pub(super) count: u64,
 }
 
-/// A store of host memory: its bytes and their kind.
-pub(super) type Store = (Sparse, HostMemory);
-
-/// A range of a store.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct InStore {
-    pub(super) store: u64,
-    pub(super) offset: u64,
-}
-
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Work {
     Fill(Range, Pattern),
     Add(Range, u8),
     Check(Range, Pattern, Ticket),
     Sum(Range, Ticket),
-    Copy(Range, u64),
-    Offload(Range, InStore),
-    Restore(InStore, Range),
+    /// A copy on the device, or from or to a store.
+    Copy(Range, u64, WorkKind),
     Record,
     Wait(Position),
     HostFunction(u64),
@@ -121,13 +108,8 @@ pub(super) enum Work {
     Close(u64, u64),
 }
 
-/// The cause of an illegal access.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Illegal {
-    /// The range, and its first bare address.
-    Bare(Range, u64),
-    Store(u64),
-}
+/// An illegal access: the range, and its first bare address.
+pub(super) type Illegal = (Range, u64);
 
 impl Work {
     pub(super) const fn kind(&self) -> WorkKind {
@@ -136,13 +118,10 @@ impl Work {
             Self::Add(..) => WorkKind::Add,
             Self::Check(..) => WorkKind::Check,
             Self::Sum(..) => WorkKind::Sum,
-            Self::Copy(..) => WorkKind::Copy,
-            Self::Offload(..) => WorkKind::Offload,
-            Self::Restore(..) => WorkKind::Restore,
             Self::Record => WorkKind::Record,
             Self::Wait(_) => WorkKind::Wait,
             Self::HostFunction(_) => WorkKind::HostFunction,
-            Self::Task(_, kind) => *kind,
+            Self::Copy(.., kind) | Self::Task(_, kind) => *kind,
             Self::Open(..) => WorkKind::PoolAlloc,
             Self::Close(..) => WorkKind::PoolFree,
         }
@@ -154,32 +133,18 @@ impl Work {
             Self::Fill(range, _)
             | Self::Add(range, _)
             | Self::Check(range, ..)
-            | Self::Sum(range, _)
-            | Self::Offload(range, _)
-            | Self::Restore(_, range) => (Some(range), None),
-            Self::Copy(from, to) => (Some(from), Some(Range { at: to, size: from.size })),
+            | Self::Sum(range, _) => (Some(range), None),
+            Self::Copy(from, to, _) => (Some(from), Some(Range { at: to, size: from.size })),
             _ => (None, None),
         };
         first.into_iter().chain(second)
     }
 
-    /// The store that it touches.
-    pub(super) const fn store(&self) -> Option<u64> {
-        match self {
-            Self::Offload(_, part) | Self::Restore(part, _) => Some(part.store),
-            _ => None,
-        }
-    }
-
     /// Does it; the outcome is that of a check or a sum.
-    pub(super) fn run(
-        &self,
-        memory: &mut Memory,
-        stores: &mut Slots<Store>,
-    ) -> Result<Option<(Ticket, Outcome)>, Illegal> {
+    pub(super) fn run(&self, memory: &mut Memory) -> Result<Option<(Ticket, Outcome)>, Illegal> {
         for range in self.ranges() {
             if let Some(bare) = memory.first_bare(range) {
-                return Err(Illegal::Bare(range, bare));
+                return Err((range, bare));
             }
         }
         match *self {
@@ -195,15 +160,7 @@ impl Work {
             Self::Sum(range, ticket) => {
                 return Ok(Some((ticket, Outcome::Sum(sum(memory, range)))));
             }
-            Self::Copy(from, to) => memory.copy(from, to),
-            Self::Offload(range, part) => {
-                let (store, _) = stores.get_mut(part.store).ok_or(Illegal::Store(part.store))?;
-                offload(memory, range, store, part.offset);
-            }
-            Self::Restore(part, range) => {
-                let (store, _) = stores.get(part.store).ok_or(Illegal::Store(part.store))?;
-                restore(memory, range, store, part.offset);
-            }
+            Self::Copy(from, to, _) => memory.copy(from, to),
             // Tasks and blocks are the model's to do.
             _ => {}
         }
@@ -254,30 +211,9 @@ fn sum(memory: &Memory, range: Range) -> u64 {
     sum
 }
 
-fn offload(memory: &Memory, range: Range, store: &mut Sparse, from: u64) {
-    let mut buffer = [0; PAGE];
-    for (done, length) in blocks(range.size, range.at, from) {
-        let to = index(from + done);
-        let written = memory.read(range.at + done, &mut buffer[..length]);
-        if written || store.is_written(to) {
-            store.write(to, length).copy_from_slice(&buffer[..length]);
-        }
-    }
-}
-
-fn restore(memory: &mut Memory, range: Range, store: &Sparse, from: u64) {
-    for (done, length) in blocks(range.size, range.at, from) {
-        let (source, target) = (index(from + done), range.at + done);
-        if store.is_written(source) || memory.is_written(target) {
-            memory.write(target, length, |bytes| store.read(source, bytes));
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lowtide_core::bytes::ByteSize;
 
     const BASE: u64 = 0x10_0000;
 
@@ -307,41 +243,44 @@ mod tests {
 
     #[test]
     fn a_pattern_survives_a_round_through_a_store_at_odd_offsets() {
-        let (mut memory, mut stores) = (memory(), Slots::default());
-        let store = stores.insert((Sparse::new(ByteSize::kib(64)), HostMemory::Pageable));
+        let mut memory = memory();
+        let store = memory.place_store(1 << 16).expect("addresses");
         let (from, to) = (range(4091, 20_000), range(30_001, 20_000));
-        let part = InStore { store, offset: 777 };
+        let part = Range { at: store + 777, size: 20_000 };
         let pattern = Pattern::new(1);
         for work in [
             Work::Fill(from, pattern),
-            Work::Offload(from, part),
+            Work::Copy(from, part.at, WorkKind::Offload),
             Work::Add(from, 1),
-            Work::Restore(part, to),
+            Work::Copy(part, to.at, WorkKind::Restore),
         ] {
-            assert_eq!(work.run(&mut memory, &mut stores), Ok(None), "{work:?}");
+            assert_eq!(work.run(&mut memory), Ok(None), "{work:?}");
         }
         let check = |range| Work::Check(range, pattern, Ticket(0));
-        let held = check(to).run(&mut memory, &mut stores);
+        let held = check(to).run(&mut memory);
         assert_eq!(held, Ok(Some((Ticket(0), Outcome::Held))));
         let wanted = pattern.byte(0);
         let differs = Outcome::Differs { offset: 0, found: wanted.wrapping_add(1), wanted };
-        assert_eq!(check(from).run(&mut memory, &mut stores), Ok(Some((Ticket(0), differs))));
+        assert_eq!(check(from).run(&mut memory), Ok(Some((Ticket(0), differs))));
         let sum: u64 = (0..20_000).map(|at| u64::from(pattern.byte(at))).sum();
-        let found = Work::Sum(to, Ticket(1)).run(&mut memory, &mut stores);
+        let found = Work::Sum(to, Ticket(1)).run(&mut memory);
         assert_eq!(found, Ok(Some((Ticket(1), Outcome::Sum(sum)))));
     }
 
     #[test]
     fn work_that_leaves_the_mapped_part_changes_nothing_and_says_where() {
-        let (mut memory, mut stores) = (memory(), Slots::default());
+        let mut memory = memory();
         let over = range((1 << 16) - 4, 8);
-        let illegal = Err(Illegal::Bare(over, BASE + (1 << 16)));
+        let illegal = Err((over, BASE + (1 << 16)));
         let fill = Work::Fill(over, Pattern::new(1));
-        assert_eq!(fill.run(&mut memory, &mut stores), illegal);
+        assert_eq!(fill.run(&mut memory), illegal);
         assert!(!memory.is_written(over.at));
-        let copy = Work::Copy(range(0, 8), over.at);
-        assert_eq!(copy.run(&mut memory, &mut stores), illegal);
-        let gone = Work::Restore(InStore { store: 9, offset: 0 }, range(0, 8));
-        assert_eq!(gone.run(&mut memory, &mut stores), Err(Illegal::Store(9)));
+        let copy = Work::Copy(range(0, 8), over.at, WorkKind::Copy);
+        assert_eq!(copy.run(&mut memory), illegal);
+        let store = memory.place_store(1 << 16).expect("addresses");
+        memory.displace(store);
+        let gone = Range { at: store, size: 8 };
+        let restore = Work::Copy(gone, BASE, WorkKind::Restore);
+        assert_eq!(restore.run(&mut memory), Err((gone, store)));
     }
 }

@@ -50,6 +50,7 @@ pub(super) const SUBJECTS: &[(&str, &str)] = &[
     ("gpu", "an arena on a GPU, over the simulation: calls, bytes, order; some minutes"),
     ("faults", "faults that were found and fixed: what goes wrong now, with a real ONNX Runtime"),
     ("measured", "requests that are measured: errors, costs, overload; over an hour"),
+    ("traffic", "streams whose clients stop reading: a minute"),
     ("room", "requests that wait for room, evictions of models, leaks: some 75 minutes"),
     ("engines", "ONNX Runtime and candle in a service, and the C library: some 45 minutes"),
     (
@@ -125,6 +126,7 @@ pub(super) const ROWS: &[Row] = &[
         row("measured", "measured.oom_kills", Bench("overload -- --survive 60 --seed 1")),
         &[("overload.survive.oom_kills", "measured.oom_kills")],
     ),
+    row("traffic", "traffic.", Bench("overload -- --streams")),
     row("room", "room.schedules.", Bench("room -- schedules")),
     row("room", "room.zipf.", Bench("room -- zipf")),
     row("room", "room.cache.", Bench("room -- cache")),

@@ -28,7 +28,7 @@ use crate::host::{HostDriver, host_length};
 use crate::staging::Staging;
 use crate::{
     Backend, Capabilities, DeviceAddress, DeviceMemory, DeviceUuid, Driver, DriverError,
-    EventHandle, HostMemory, HostStore, StoreSpan, StreamHandle, TouchedMemory,
+    EventHandle, HostMemory, HostStore, StreamHandle, TouchedMemory,
 };
 
 /// An open CUDA device.
@@ -330,7 +330,7 @@ unsafe impl Driver for CudaDriver {
     unsafe fn offload(
         &self,
         from: DeviceAddress,
-        into: StoreSpan,
+        into: HostStore,
         stream: StreamHandle,
     ) -> DriverResult {
         let part = self.stores.find(into)?;
@@ -351,7 +351,7 @@ unsafe impl Driver for CudaDriver {
 
     unsafe fn restore(
         &self,
-        from: StoreSpan,
+        from: HostStore,
         to: DeviceAddress,
         stream: StreamHandle,
     ) -> DriverResult {
@@ -427,31 +427,26 @@ fn apart(from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> DriverResult
     bytes.ok_or(DriverError::Overlap { from, to, size })
 }
 
-// Host memory for offloading, addressed by number so that a slice of it exists only while a copy
-// is made.
+// Host memory for offloading, named by number so that a slice of it exists only while a copy is
+// made.
 //
 // A store is mapped, touched by several threads on the device's NUMA node, and then registered:
 // that takes a third of the time of `cuMemHostAlloc`, and nothing fills it with zeros again. A
 // store that the driver refuses to page-lock stays pageable, and copies go through a small ring
 // ([`Staging`]).
 //
-// Invariant: a number names one store from its creation until it is freed, and is never reused; a
-// store is unmapped after it was unregistered.
+// Invariant: an address names one store from its creation until it is freed; a store is unmapped
+// after it was unregistered.
 
 /// The stores of a driver.
 #[derive(Debug, Default)]
 pub(super) struct Stores {
     /// The node of the host that is closest to the device, if known; queried for the first store.
     node: OnceLock<Option<u32>>,
-    table: Mutex<StoreTable>,
+    /// By their addresses.
+    table: Mutex<BTreeMap<u64, HostStoreMemory>>,
     pub(super) staging: Staging,
     has_logged_pageable: AtomicBool,
-}
-
-#[derive(Debug, Default)]
-struct StoreTable {
-    last: u64,
-    stores: BTreeMap<u64, HostStoreMemory>,
 }
 
 #[derive(Debug)]
@@ -460,7 +455,7 @@ struct HostStoreMemory {
     is_locked: bool,
 }
 
-/// The part of a store that a span names, which stays until the copy with it is complete.
+/// The memory of a part of a store, which stays until the copy with it is complete.
 pub(super) struct StorePart {
     start: NonNull<u8>,
     length: usize,
@@ -480,11 +475,9 @@ impl Stores {
                 return Err(error);
             }
         };
-        let mut table = lock(&self.table);
-        table.last += 1;
-        let number = table.last;
-        table.stores.insert(number, HostStoreMemory { memory, is_locked });
-        Ok(HostStore::new(number))
+        let at = memory.start().addr() as u64;
+        lock(&self.table).insert(at, HostStoreMemory { memory, is_locked });
+        Ok(HostStore { at, size })
     }
 
     /// Page-locks memory, or counts it as a store that needs a ring. Returns `true` if it is
@@ -509,12 +502,12 @@ impl Stores {
     pub(super) unsafe fn destroy(&self, driver: &CudaDriver, store: HostStore) -> DriverResult {
         // Removed from the table first: the call may block as long as other work of the device
         // takes.
-        let number = store.get();
-        let mut store = lock(&self.table).stores.remove(&number).ok_or_else(unknown)?;
+        let HostStore { at, .. } = store;
+        let mut store = lock(&self.table).remove(&at).ok_or_else(unknown)?;
         // SAFETY: the contract of this function.
         let outcome = unsafe { self.free(driver, &mut store) };
         if outcome.is_err() {
-            lock(&self.table).stores.insert(number, store);
+            lock(&self.table).insert(at, store);
         }
         outcome
     }
@@ -535,11 +528,11 @@ impl Stores {
         Ok(())
     }
 
-    /// Returns the part of a store that a span names.
-    pub(super) fn find(&self, span: StoreSpan) -> DriverResult<StorePart> {
+    /// Returns the memory of a store, or of a part of one.
+    pub(super) fn find(&self, part: HostStore) -> DriverResult<StorePart> {
         let table = lock(&self.table);
-        let store = table.stores.get(&span.store.get()).ok_or_else(unknown)?;
-        let (offset, length) = (index(span.offset.get()), index(span.size.get()));
+        let (first, store) = table.range(..=part.at).next_back().ok_or_else(unknown)?;
+        let (offset, length) = (index(part.at - first), index(part.size.get()));
         let fits = offset.checked_add(length).is_some_and(|end| end <= store.memory.bytes());
         let start = NonNull::new(store.memory.start().wrapping_add(offset)).filter(|_| fits);
         let start = start.ok_or_else(unknown)?;
@@ -560,5 +553,5 @@ fn node_of(calls: &Calls, driver: &CudaDriver) -> DriverResult<u32> {
 }
 
 fn unknown() -> DriverError {
-    DriverError::Unsupported { what: "host stores of another driver, or spans outside a store" }
+    DriverError::Unsupported { what: "host stores of another driver, or parts outside a store" }
 }

@@ -405,8 +405,7 @@ fn spawn_wake(arena: &Arc<ArenaInner>, wake_timeout: Duration) -> Result<(), Dev
     let thread = thread::Builder::new().name("lowtide-wake".to_owned());
     thread.spawn(wake).map(drop).map_err(|error| {
         let error = DeviceError::Thread { message: error.to_string() };
-        arena.run(async |cx| fail_wake(cx, &error).await);
-        error
+        arena.run(async |cx| fail_wake(cx, error).await)
     })
 }
 

@@ -336,13 +336,8 @@ async fn abort(cx: &OpContext<'_>, incoming: &Incoming, error: DeviceError) -> D
 }
 
 /// Ends a wake for which no thread could be started. The arena is asleep again.
-pub(crate) async fn fail_wake(cx: &OpContext<'_>, error: &DeviceError) {
-    let wakers = cx.with(|state| {
-        state.totals.wake_failures_total += 1;
-        state.sleep.end_wake(Some(error.clone()), cx.clock.now());
-        state.sleep.finish(SleepPhase::Asleep)
-    });
-    call_wakers(cx, wakers).await;
+pub(crate) async fn fail_wake(cx: &OpContext<'_>, error: DeviceError) -> DeviceError {
+    abort(cx, &Incoming { runs: Vec::new(), committed: 0 }, error).await
 }
 
 /// Wakes the futures that wait for the end of a transition.

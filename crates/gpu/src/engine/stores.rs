@@ -44,7 +44,7 @@ pub(super) async fn save(
     let kept = kept.map(|run| (run.place.region, run.place.run));
     let (mut saved, missing) = cx.with(|state| {
         let stores = std::mem::take(&mut state.sleep.idle.stores);
-        let sizes: Vec<_> = stores.iter().map(|store| store.size).collect();
+        let sizes: Vec<_> = stores.iter().map(|store| store.memory.size).collect();
         let (runs, missing) = lay_out(kept, ByteSize::new(state.bytes_of(1)), &sizes);
         (Saved { runs, stores }, missing)
     });
@@ -114,7 +114,7 @@ pub(crate) async fn prepare(
     };
     let mut bytes = ByteSize::ZERO;
     let add = |store: SleepStore| {
-        bytes = bytes.saturating_add(store.size);
+        bytes = bytes.saturating_add(store.memory.size);
         cx.with(|state| {
             state.sleep.idle.put(vec![store], cx.clock.now());
             state.sleep.is_open() && goes_on(state)
@@ -154,8 +154,8 @@ async fn create(
         outcome = reserve(cx, budget, sizes, &mut reserved).await;
     }
     for &size in sizes.iter().filter(|_| outcome.is_ok()) {
-        let handle = match cx.outside(|| cx.driver.host_store_create(size)).await {
-            Ok(handle) => handle,
+        let memory = match cx.outside(|| cx.driver.host_store_create(size)).await {
+            Ok(memory) => memory,
             Err(error) => {
                 outcome = Err(error.into());
                 break;
@@ -165,7 +165,7 @@ async fn create(
         if let (Some(budget), Some(reservation)) = (&budget, &mut reservation) {
             let _ = cx.outside(|| call_budget(|| budget.settle(&mut **reservation))).await;
         }
-        if !add(SleepStore { handle, size, reservation }) {
+        if !add(SleepStore { memory, reservation }) {
             break;
         }
     }
@@ -218,7 +218,7 @@ pub(super) async fn queue_copies(
         // the copies are complete.
         cx.outside(|| unsafe { cx.driver.restore(from, at, stream) }).await?;
     }
-    Ok(copies.iter().map(|(_, span)| span.size).sum())
+    Ok(copies.iter().map(|(_, from)| from.size).sum())
 }
 
 /// Waits for the copies that this operation has queued.
@@ -290,7 +290,7 @@ pub(crate) fn store_due(state: &ArenaState) -> Moment {
 async fn release_while(cx: &OpContext<'_>, is_excess: impl Fn(&ArenaState) -> bool) -> ByteSize {
     let (released, left) = destroy_while(cx, is_excess).await;
     if !left.is_empty() {
-        let bytes: ByteSize = left.iter().map(|store| store.size).sum();
+        let bytes: ByteSize = left.iter().map(|store| store.memory.size).sum();
         let left = left.into_iter().rev().collect();
         cx.with(|state| state.sleep.idle.put(left, cx.clock.now()));
         cx.log(|arena| log!(warn, arena, %bytes, "host memory of a sleep not released yet")).await;
@@ -317,7 +317,7 @@ async fn destroy_while(
         let Some(store) = last else { break };
         match destroy(cx, &store).await {
             Ok(()) => {
-                released = released.saturating_add(store.size);
+                released = released.saturating_add(store.memory.size);
                 if store.reservation.is_some() {
                     let _ = cx.outside(|| call_budget(|| drop(store))).await;
                 }
@@ -332,7 +332,7 @@ async fn destroy_while(
 async fn destroy(cx: &OpContext<'_>, store: &SleepStore) -> Result<(), DriverError> {
     complete_copies(cx).await?;
     // SAFETY: the store is no longer in the state, and no copy of it is in progress.
-    cx.outside(|| unsafe { cx.driver.host_store_destroy(store.handle) }).await
+    cx.outside(|| unsafe { cx.driver.host_store_destroy(store.memory) }).await
 }
 
 /// Releases the host memory of sleep at the end of the arena. Does not wait: stores that a copy may
@@ -349,7 +349,7 @@ pub(crate) async fn end(cx: &OpContext<'_>) {
     }
     left.extend(cx.with(|state| std::mem::take(&mut state.sleep.idle.stores)));
     if !left.is_empty() {
-        let bytes: ByteSize = left.iter().map(|store| store.size).sum();
+        let bytes: ByteSize = left.iter().map(|store| store.memory.size).sum();
         cx.log(|arena| log!(warn, arena, %bytes, "arena dropped, host memory of its sleep leaked"))
             .await;
     }

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::Duration;
 
-use crate::driver::{DeviceAddress, HOST_GRANULARITY, HostStore, StoreSpan, StreamHandle};
+use crate::driver::{DeviceAddress, HOST_GRANULARITY, HostStore, StreamHandle};
 use crate::state::backing::Backing;
 use crate::state::region::{PlacedRun, RegionState};
 use crate::state::region_index::BlockName;
@@ -51,8 +51,8 @@ pub(crate) struct SavedRun {
     offset: ByteSize,
 }
 
-/// One copy: the device address and the span of a store.
-pub(crate) type StoredCopy = (DeviceAddress, StoreSpan);
+/// One copy: the device address and the part of a store.
+pub(crate) type StoredCopy = (DeviceAddress, HostStore);
 
 /// Saved contents.
 pub(crate) struct Saved {
@@ -264,7 +264,7 @@ impl Sleep {
     /// Returns the host memory of all stores, with or without contents.
     pub(crate) fn offloaded(&self) -> ByteSize {
         let saved = self.saved.iter().flat_map(|saved| &saved.stores);
-        saved.map(|store| store.size).chain([self.idle.bytes()]).sum()
+        saved.map(|store| store.memory.size).chain([self.idle.bytes()]).sum()
     }
 }
 
@@ -314,8 +314,8 @@ impl Saved {
         let (at, size) = backing.place_of(run);
         let (from, _) = backing.place_of(saved.run);
         let into = at.offset_from(from).unwrap_or_default();
-        let store = self.stores[saved.store].handle;
-        (at, StoreSpan { store, offset: saved.offset.saturating_add(into), size })
+        let first = self.stores[saved.store].memory.at;
+        (at, HostStore { at: first + saved.offset.get() + into.get(), size })
     }
 }
 
@@ -380,8 +380,7 @@ pub(crate) type HostReservation = Box<dyn Any + Send>;
 
 /// Host memory for contents.
 pub(crate) struct SleepStore {
-    pub(crate) handle: HostStore,
-    pub(crate) size: ByteSize,
+    pub(crate) memory: HostStore,
     /// Dropped after the store is released, by code that may call the budget.
     pub(crate) reservation: Option<HostReservation>,
 }
@@ -410,7 +409,7 @@ impl SleepStores {
 
     /// Returns the bytes of all stores.
     pub(crate) fn bytes(&self) -> ByteSize {
-        self.stores.iter().map(|store| store.size).sum()
+        self.stores.iter().map(|store| store.memory.size).sum()
     }
 
     /// Records the end of a wake, which has used what was prepared.
@@ -429,7 +428,8 @@ impl SleepStores {
             return None;
         }
         self.prepared = kept;
-        let usable = |store: &SleepStore| store.size.get() / granularity.get() * granularity.get();
+        let usable =
+            |store: &SleepStore| store.memory.size.get() / granularity.get() * granularity.get();
         let mut missing = kept.get().saturating_sub(self.stores.iter().map(usable).sum());
         let most = store_max(granularity);
         let mut sizes = Vec::new();
@@ -455,7 +455,7 @@ impl SleepStores {
         if self.is_over(stores_max) {
             return soon;
         }
-        let is_needed = self.bytes().saturating_sub(last.size) < need;
+        let is_needed = self.bytes().saturating_sub(last.memory.size) < need;
         match decay {
             DecayTime::AtOnce if !is_needed => soon,
             DecayTime::Within(time) if !is_needed => soon.max(self.since + time),
@@ -650,7 +650,7 @@ mod store_tests {
     use super::*;
 
     fn idle(sizes: &[ByteSize]) -> SleepStores {
-        let store = |size| SleepStore { handle: HostStore::new(1), size, reservation: None };
+        let store = |size| SleepStore { memory: HostStore { at: 1, size }, reservation: None };
         let mut idle = SleepStores::default();
         idle.put(sizes.iter().map(|size| store(*size)).collect(), Moment::ORIGIN);
         idle

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use crate::state::event::RequestOrigin;
 use crate::state::region::AllocRequest;
+use crate::tests::Chance;
 use crate::{
     ArenaConfig, BlockPin, Buffer, CompactOptions, DeviceArena, DeviceError, Moved, Region,
 };
@@ -95,17 +96,6 @@ pub(super) fn beside_a_pinned_one(arena: &DeviceArena) -> (Buffer<u64>, Buffer<u
     let pin = after.pin().expect("here");
     drop(gone);
     (moving, after, pin)
-}
-
-pub(crate) struct Chance(pub(crate) u64);
-
-impl Chance {
-    pub(crate) fn below(&mut self, bound: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % bound
-    }
 }
 
 #[test]

@@ -24,3 +24,18 @@ mod segments;
 mod simulation;
 mod sleep;
 mod streams;
+
+use std::thread;
+use std::time::Duration;
+
+use lowtide_gpu::clock::{Clock as _, SystemClock};
+
+/// Waits for what another thread does soon.
+fn wait_until(condition: impl Fn() -> bool) {
+    let clock = SystemClock::new();
+    let deadline = clock.now() + Duration::from_secs(20);
+    while !condition() {
+        assert!(clock.now() < deadline, "it did not come to pass");
+        thread::yield_now();
+    }
+}

@@ -29,18 +29,23 @@ fn arena(limit: ByteSize) -> DeviceArena {
     DeviceArena::open(Arc::new(HostDriver::new()), clock, config).expect("a host arena")
 }
 
-/// Plays a problem: each buffer is filled at its start and read at its end.
-fn play(problem: &Problem, plan: &Plan, arena: &DeviceArena) {
-    let mut memory = arena.reserve_plan(plan, Region::Dynamic).expect("room for it");
-    assert_eq!(memory.bytes(), plan.peak());
-    let lease = arena.enter().expect("an open arena");
+/// The starts and ends of all buffers, in order, ends first.
+fn events(problem: &Problem) -> Vec<(i64, bool, BufferId)> {
     let mut events: Vec<(i64, bool, BufferId)> = Vec::new();
     for (id, demand) in problem.ids().zip(problem.demands()) {
         events.push((demand.live.start, true, id));
         events.push((demand.live.end, false, id));
     }
     events.sort_unstable();
-    for (_, begins, id) in events {
+    events
+}
+
+/// Plays a problem: each buffer is filled at its start and read at its end.
+fn play(problem: &Problem, plan: &Plan, arena: &DeviceArena) {
+    let mut memory = arena.reserve_plan(plan, Region::Dynamic).expect("room for it");
+    assert_eq!(memory.bytes(), plan.peak());
+    let lease = arena.enter().expect("an open arena");
+    for (_, begins, id) in events(problem) {
         let size = problem.demands()[id.index()].size;
         let mark = u8::try_from(id.index() % 251).expect("below 256");
         if begins {
@@ -144,14 +149,8 @@ fn a_simulated_device_finds_what_was_written_through_sleeps_and_compactions() {
         // Something that a compaction can fill the holes of.
         let mut others: Vec<Option<Buffer<u8>>> =
             (0..40).map(|_| Some(arena.alloc(48 << 10, Region::Dynamic).expect("room"))).collect();
-        let mut events: Vec<(i64, bool, BufferId)> = Vec::new();
-        for (id, demand) in problem.ids().zip(problem.demands()) {
-            events.push((demand.live.start, true, id));
-            events.push((demand.live.end, false, id));
-        }
-        events.sort_unstable();
         let mut outcomes = Vec::new();
-        for (at, (_, begins, id)) in events.into_iter().enumerate() {
+        for (at, (_, begins, id)) in events(&problem).into_iter().enumerate() {
             match at % 60 {
                 20 => drop(arena.sleep(SleepOptions::default()).expect("nobody uses it")),
                 40 => {

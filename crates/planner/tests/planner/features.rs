@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::ManualClock;
-use lowtide_planner::{Demand, PlanBudget, PlanCache, PlanError, Planner, Problem, Role};
+use lowtide_planner::{Demand, PlanCache, PlanError, Planner, Problem, Role};
 
 use super::plans::{instance, planned, planned_for};
 use super::random::{self, Gaps, Random};
@@ -118,8 +118,10 @@ fn kinds_are_planned_together_each_within_its_own_segments() {
         let kinds: Vec<_> =
             names.zip(&problems).zip(limits).map(|((name, of), limit)| (name, of, limit)).collect();
         let clock = ManualClock::new();
-        let budget = PlanBudget { time: Duration::from_secs(1), nodes: 3_000 };
-        let plans = Planner::new(&clock).budget(budget).plan_kinds(&kinds).expect("plans");
+        let plans = Planner::new(&clock)
+            .budget(Duration::from_secs(1), 3_000)
+            .plan_kinds(&kinds)
+            .expect("plans");
         for ((_, problem, limit), plan) in kinds.iter().zip(&plans) {
             plan.verify(problem).expect("its own plan");
             let limit = limit.map(ByteSize::get);
@@ -229,8 +231,7 @@ fn a_new_plan_keeps_what_is_as_it_was_where_it_was_shared_memory_included() {
         }
         after.add(Demand::new("new", ByteSize::new(3), 2..6)).expect("it can be posed");
         let clock = ManualClock::new();
-        let budget = PlanBudget { time: Duration::from_secs(1), nodes: 1_000 };
-        let mut planner = Planner::new(&clock).budget(budget);
+        let mut planner = Planner::new(&clock).budget(Duration::from_secs(1), 1_000);
         let again = planner.replan(&after, &before, &plan).expect("it has plans");
         again.verify(&after).expect("it is sound");
         assert!(again.peak() >= planned(&after, 10_000, 0).bound());

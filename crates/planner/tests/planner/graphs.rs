@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::ManualClock;
-use lowtide_planner::{BufferId, Graph, Plan, PlanBudget, Planner, Problem, ValueId};
+use lowtide_planner::{BufferId, Graph, Plan, Planner, Problem, ValueId};
 
 use super::plans::{planned, planned_for};
 use super::random::Random;
@@ -158,8 +158,7 @@ fn joint(
     let kinds = kinds.iter().zip(&problems);
     let kinds: Vec<_> = kinds.map(|((name, limit), of)| (*name, of, *limit)).collect();
     let clock = ManualClock::new();
-    let budget = PlanBudget { time: Duration::from_secs(1), nodes: 2_000 };
-    let mut planner = Planner::new(&clock).budget(budget);
+    let mut planner = Planner::new(&clock).budget(Duration::from_secs(1), 2_000);
     let plan = planner.plan_kinds(&kinds).expect("kinds that have plans");
     for (plan, problem) in plan.iter().zip(&problems) {
         plan.verify(problem).expect("its own plan");

@@ -22,9 +22,7 @@ use std::time::Duration;
 
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::ManualClock;
-use lowtide_planner::{
-    Demand, Gap, LifetimeEnds, PlanBudget, PlanCache, PlanError, Planner, Problem, Role,
-};
+use lowtide_planner::{Demand, Gap, PlanCache, PlanError, Planner, Problem, Role};
 use plans::{instance, planned, planned_for};
 use random::{Gaps, Kind};
 
@@ -134,8 +132,9 @@ fn the_same_budget_of_nodes_gives_the_same_plan() {
 #[test]
 fn a_better_plan_is_reported_when_it_is_found() {
     let (clock, mut peaks) = (ManualClock::new(), Vec::new());
-    let budget = PlanBudget { time: Duration::from_secs(1), nodes: 100_000 };
-    let mut planner = Planner::new(&clock).budget(budget).on_better(|peak| peaks.push(peak));
+    let mut planner = Planner::new(&clock)
+        .budget(Duration::from_secs(1), 100_000)
+        .on_better(|peak| peaks.push(peak));
     let plan = planner.plan(&instance("C")).expect("it has plans");
     drop(planner);
     assert!(peaks.len() > 1 && peaks.is_sorted_by(|one, next| one > next), "{peaks:?}");
@@ -145,9 +144,9 @@ fn a_better_plan_is_reported_when_it_is_found() {
 #[test]
 fn without_time_there_is_a_plan_by_one_rule() {
     let clock = ManualClock::new();
-    let budget = PlanBudget { time: Duration::ZERO, nodes: u64::MAX };
     let problem = instance("A");
-    let plan = Planner::new(&clock).budget(budget).plan(&problem).expect("it has plans");
+    let plan =
+        Planner::new(&clock).budget(Duration::ZERO, u64::MAX).plan(&problem).expect("it has plans");
     assert_eq!((plan.peak().get(), plan.nodes()), (peers::ggml(&problem), 0));
 }
 
@@ -187,19 +186,16 @@ fn views_and_reuse_in_place_take_no_memory_of_their_own() {
 
 #[test]
 fn files_read_as_they_were_written() {
-    for (seed, ends) in (0..200)
-        .flat_map(|seed| [LifetimeEnds::HalfOpen, LifetimeEnds::Inclusive].map(|e| (seed, e)))
-    {
+    for (seed, ends) in (0..200).flat_map(|seed| [false, true].map(|ends| (seed, ends))) {
         let problem = random::problem(seed, 8, Kind { roles: false, ..EVERYTHING });
         let mut text = Vec::new();
         problem.write_csv(&mut text, ends, None).expect("it can be written");
-        let read =
-            Problem::read_csv(text.as_slice(), LifetimeEnds::AsNamed).expect("what was written");
+        let read = Problem::read_csv(text.as_slice(), false).expect("what was written");
         assert_eq!(read.demands(), problem.demands(), "seed {seed}");
     }
     let text =
         "buffer_id,start,end,size,alignment,gaps,hint\r\nx,-3,4,16,8,-2--1@0:4 1-3,7\r\n\r\n";
-    let read = Problem::read_csv(text.as_bytes(), LifetimeEnds::AsNamed).expect("a file");
+    let read = Problem::read_csv(text.as_bytes(), false).expect("a file");
     let gap = |span, window| Gap { span, window };
     let expected = Demand {
         align: 8,
@@ -214,9 +210,8 @@ fn a_plan_is_written_with_its_offsets_and_those_are_kept() {
     let problem = instance("input.12");
     let plan = planned(&problem, 1_000, 0);
     let mut text = Vec::new();
-    problem.write_csv(&mut text, LifetimeEnds::HalfOpen, Some(&plan)).expect("it can be written");
-    let fixed =
-        Problem::read_csv(text.as_slice(), LifetimeEnds::AsNamed).expect("what was written");
+    problem.write_csv(&mut text, false, Some(&plan)).expect("it can be written");
+    let fixed = Problem::read_csv(text.as_slice(), false).expect("what was written");
     assert_eq!(planned(&fixed, 0, 0).places(), plan.places());
 }
 
@@ -307,8 +302,7 @@ fn a_new_plan_keeps_unchanged_buffers_where_they_were() {
         after.add(Demand { size, ..demand.clone() }).expect("it can be posed");
     }
     let clock = ManualClock::new();
-    let budget = PlanBudget { time: Duration::from_secs(1), nodes: 1_000 };
-    let mut planner = Planner::new(&clock).budget(budget);
+    let mut planner = Planner::new(&clock).budget(Duration::from_secs(1), 1_000);
     let again = planner.replan(&after, &before, &plan).expect("it has plans");
     again.verify(&after).expect("it is sound");
     let moved = after.ids().filter(|id| again.place(*id) != plan.place(*id)).count();

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use lowtide_planner::clock::ManualClock;
-use lowtide_planner::{Plan, PlanBudget, Planner, Problem};
+use lowtide_planner::{Plan, Planner, Problem};
 
 use super::counting::most_bytes;
 use super::plans::overlapping;
@@ -11,8 +11,10 @@ use super::plans::overlapping;
 /// Within so many nodes; of none, by one rule.
 fn planned(problem: &Problem, nodes: u64) -> Plan {
     let clock = ManualClock::new();
-    let budget = PlanBudget { time: Duration::from_secs(nodes.min(1)), nodes };
-    Planner::new(&clock).budget(budget).plan(problem).expect("it has plans")
+    Planner::new(&clock)
+        .budget(Duration::from_secs(nodes.min(1)), nodes)
+        .plan(problem)
+        .expect("it has plans")
 }
 
 #[test]

@@ -6,13 +6,13 @@ use std::time::Duration;
 
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::ManualClock;
-use lowtide_planner::{Demand, LifetimeEnds, Plan, PlanBudget, Planner, Problem};
+use lowtide_planner::{Demand, Plan, Planner, Problem};
 
 /// A plan within so many nodes, which stops at a peak of `enough`.
 pub(crate) fn planned(problem: &Problem, nodes: u64, enough: u64) -> Plan {
     let clock = ManualClock::new();
-    let budget = PlanBudget { time: Duration::from_secs(1), nodes };
-    let mut planner = Planner::new(&clock).budget(budget).enough(ByteSize::new(enough));
+    let mut planner =
+        Planner::new(&clock).budget(Duration::from_secs(1), nodes).enough(ByteSize::new(enough));
     let plan = planner.plan(problem).expect("a problem that has plans");
     plan.verify(problem).expect("its own plan");
     plan
@@ -21,8 +21,7 @@ pub(crate) fn planned(problem: &Problem, nodes: u64, enough: u64) -> Plan {
 /// A plan for segments of at most so many bytes.
 pub(crate) fn planned_for(problem: &Problem, nodes: u64, limit: Option<u64>) -> Plan {
     let clock = ManualClock::new();
-    let budget = PlanBudget { time: Duration::from_secs(1), nodes };
-    let mut planner = Planner::new(&clock).budget(budget);
+    let mut planner = Planner::new(&clock).budget(Duration::from_secs(1), nodes);
     if let Some(limit) = limit {
         planner = planner.segments_of(ByteSize::new(limit));
     }
@@ -47,7 +46,7 @@ pub(crate) fn instance(name: &str) -> Problem {
         "G_1" => include_str!("../data/planning/G_1.csv"),
         _ => unreachable!("no such instance"),
     };
-    Problem::read_csv(text.as_bytes(), LifetimeEnds::AsNamed).expect("a file of its field")
+    Problem::read_csv(text.as_bytes(), false).expect("a file of its field")
 }
 
 /// Buffers of which some `width` are live at once.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::ManualClock;
-use lowtide_planner::{Demand, Gap, LifetimeEnds, PlanBudget, PlanError, Planner, Problem, Role};
+use lowtide_planner::{Demand, Gap, PlanError, Planner, Problem, Role};
 
 use super::plans::planned;
 
@@ -178,19 +178,18 @@ fn a_wrong_file_is_refused_with_the_line() {
         ),
     ];
     for (text, line, fault) in cases {
-        let found = Problem::read_csv(text.as_bytes(), LifetimeEnds::AsNamed).expect_err(text);
+        let found = Problem::read_csv(text.as_bytes(), false).expect_err(text);
         assert_eq!(found.to_string(), format!("line {line}: {fault}"), "{text:?}");
     }
     let huge = "id,lower,upper,size\na,0,1,18446744073709551615\n";
-    let found = Problem::read_csv(huge.as_bytes(), LifetimeEnds::AsNamed).expect_err("too large");
+    let found = Problem::read_csv(huge.as_bytes(), false).expect_err("too large");
     let PlanError::AtLine { line: 2, error } = found else { panic!("{found}") };
     assert!(matches!(*error, PlanError::TooLarge { .. }));
     let long = format!("id,lower,upper,size\n{},0,1,4\n", "x".repeat(2 << 20));
-    let found = Problem::read_csv(long.as_bytes(), LifetimeEnds::AsNamed).expect_err("too long");
+    let found = Problem::read_csv(long.as_bytes(), false).expect_err("too long");
     let error = Box::new(PlanError::LineTooLong { limit: 1 << 20 });
     assert_eq!(found, PlanError::AtLine { line: 2, error });
-    let found =
-        Problem::read_csv(&[0xFF, 0xFE, 0][..], LifetimeEnds::AsNamed).expect_err("no text");
+    let found = Problem::read_csv(&[0xFF, 0xFE, 0][..], false).expect_err("no text");
     assert!(matches!(found, PlanError::AtLine { line: 1, .. }), "{found}");
 }
 
@@ -199,7 +198,7 @@ fn what_a_file_cannot_say_is_not_written() {
     let mut problem = two();
     let ids: Vec<_> = problem.ids().collect();
     problem.view(ids[1], ids[0], 0).expect("they are as large");
-    let found = problem.write_csv(Vec::new(), LifetimeEnds::HalfOpen, None).expect_err("it shares");
+    let found = problem.write_csv(Vec::new(), false, None).expect_err("it shares");
     assert!(found.to_string().starts_with("b: "));
 }
 
@@ -210,9 +209,11 @@ fn extreme_steps_and_sizes_do_not_overflow() {
     for (name, live) in [("a", i64::MIN..i64::MAX), ("b", i64::MIN..0), ("c", 0..i64::MAX)] {
         problem.add(Demand::new(name, large, live)).expect("it can be posed");
     }
-    let budget = PlanBudget { time: Duration::from_secs(1), nodes: 1_000 };
     let clock = ManualClock::new();
-    let plan = Planner::new(&clock).budget(budget).plan(&problem).expect("it has plans");
+    let plan = Planner::new(&clock)
+        .budget(Duration::from_secs(1), 1_000)
+        .plan(&problem)
+        .expect("it has plans");
     assert_eq!((plan.peak().get(), plan.is_optimal()), (1 << 61, true));
 }
 
@@ -224,8 +225,8 @@ fn very_many_buffers_have_a_plan_even_without_time() {
         let size = ByteSize::new(1 + at.unsigned_abs() % 7);
         problem.add(Demand::new("b", size, at..at + 5)).expect("it can be posed");
     }
-    let budget = PlanBudget { time: Duration::ZERO, nodes: u64::MAX };
     let clock = ManualClock::new();
-    let plan = Planner::new(&clock).budget(budget).plan(&problem).expect("it has plans");
+    let plan =
+        Planner::new(&clock).budget(Duration::ZERO, u64::MAX).plan(&problem).expect("it has plans");
     assert!(plan.peak() <= plan.bound().checked_mul(2).expect("small"), "{}", plan.peak());
 }

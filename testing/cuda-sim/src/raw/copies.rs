@@ -95,7 +95,7 @@ impl Raw<'_> {
             if to.abs_diff(from) < size {
                 return Err(1);
             }
-            let work = Work::Copy(Range { at: from, size }, to);
+            let work = Work::Copy(Range { at: from, size }, to, WorkKind::Copy);
             return model
                 .live_stream(stream)
                 .and_then(|()| model.queue(stream, work))

@@ -11,8 +11,44 @@ use super::super::graph::CaptureMode;
 use super::super::model::{INVALID_VALUE, Marked, UNSUPPORTED};
 use super::{Answer, Raw, code};
 
+/// Defines calls that are the model's of the same name.
+macro_rules! forward {
+    ($($(#[$doc:meta])* $name:ident($($argument:ident: $type:ty),*) -> $answer:ty;)*) => {
+        $($(#[$doc])* pub fn $name(&self, $($argument: $type),*) -> Answer<$answer> {
+            self.model().$name($($argument),*).map_err(code)
+        })*
+    };
+}
+
 #[expect(clippy::missing_errors_doc, reason = "each answers with the codes of cuda.h")]
 impl Raw<'_> {
+    forward! {
+        /// `cuStreamDestroy`: returns at once; its work still runs.
+        stream_destroy(stream: u64) -> ();
+        /// `cuStreamSynchronize`.
+        stream_synchronize(stream: u64) -> ();
+        /// `cuStreamWaitEvent`.
+        stream_wait_event(stream: u64, event: u64) -> ();
+        /// `cuEventDestroy`.
+        event_destroy(event: u64) -> ();
+        /// `cuEventRecord`.
+        event_record(event: u64, stream: u64) -> ();
+        /// `cuEventQuery`: `true` if the work that it marks is done.
+        event_query(event: u64) -> bool;
+        /// `cuEventSynchronize`.
+        event_synchronize(event: u64) -> ();
+        /// `cuStreamBeginCapture`.
+        begin_capture(stream: u64, mode: CaptureMode) -> ();
+        /// `cuGraphLaunch`.
+        graph_launch(graph: u64, stream: u64) -> ();
+        /// `cuGraphDestroy` and `cuGraphExecDestroy`.
+        graph_destroy(graph: u64) -> ();
+        /// `cuCtxSynchronize`.
+        synchronize() -> ();
+        /// `cuEventCreate`.
+        event_create() -> u64;
+    }
+
     /// Returns the legacy default stream; 906 while a stream that is ordered with it is capturing.
     pub fn legacy_stream(&self) -> Answer<u64> {
         self.model().legacy_stream().map_err(code)
@@ -44,16 +80,6 @@ impl Raw<'_> {
         Ok(stream)
     }
 
-    /// `cuStreamDestroy`: returns at once; its work still runs.
-    pub fn stream_destroy(&self, stream: u64) -> Answer {
-        self.model().stream_destroy(stream).map_err(code)
-    }
-
-    /// `cuStreamSynchronize`.
-    pub fn stream_synchronize(&self, stream: u64) -> Answer {
-        self.model().stream_synchronize(stream).map_err(code)
-    }
-
     /// `cuStreamQuery`: `true` if its work is done.
     pub fn stream_query(&self, stream: u64) -> Answer<bool> {
         self.call(Call::StreamQuery, 0, |model| {
@@ -63,11 +89,6 @@ impl Raw<'_> {
         })
     }
 
-    /// `cuStreamWaitEvent`.
-    pub fn stream_wait_event(&self, stream: u64, event: u64) -> Answer {
-        self.model().stream_wait_event(stream, event).map_err(code)
-    }
-
     /// `cuStreamIsCapturing`: 0, 1, or 2 if the capture is invalidated.
     pub fn stream_capture_status(&self, stream: u64) -> Answer<u32> {
         let mut model = self.model();
@@ -75,46 +96,11 @@ impl Raw<'_> {
         Ok(model.captures.get(&stream).map_or(0, |capture| 1 + u32::from(capture.spoiled)))
     }
 
-    /// `cuCtxSynchronize`.
-    pub fn synchronize(&self) -> Answer {
-        self.model().synchronize().map_err(code)
-    }
-
-    /// `cuEventCreate`.
-    pub fn event_create(&self) -> Answer<u64> {
-        self.model().event_create().map_err(code)
-    }
-
-    /// `cuEventDestroy`.
-    pub fn event_destroy(&self, event: u64) -> Answer {
-        self.model().event_destroy(event).map_err(code)
-    }
-
-    /// `cuEventRecord`.
-    pub fn event_record(&self, event: u64, stream: u64) -> Answer {
-        self.model().event_record(event, stream).map_err(code)
-    }
-
-    /// `cuEventQuery`: `true` if the work that it marks is done.
-    pub fn event_query(&self, event: u64) -> Answer<bool> {
-        self.model().event_query(event).map_err(code)
-    }
-
-    /// `cuEventSynchronize`.
-    pub fn event_synchronize(&self, event: u64) -> Answer {
-        self.model().event_synchronize(event).map_err(code)
-    }
-
     /// Returns `true` if the event was ever recorded, which a time query requires.
     pub fn event_is_recorded(&self, event: u64) -> Answer<bool> {
         let mut model = self.model();
         model.call = Call::EventQuery;
         model.marked(event).map(|marked| marked != Marked::Nothing).map_err(code)
-    }
-
-    /// `cuStreamBeginCapture`.
-    pub fn begin_capture(&self, stream: u64, mode: CaptureMode) -> Answer {
-        self.model().begin_capture(stream, mode).map_err(code)
     }
 
     /// `cuStreamEndCapture`: returns the graph.
@@ -132,15 +118,5 @@ impl Raw<'_> {
             work.iter().for_each(|work| model.use_task(work));
             Ok(model.graphs.insert(work))
         })
-    }
-
-    /// `cuGraphLaunch`.
-    pub fn graph_launch(&self, graph: u64, stream: u64) -> Answer {
-        self.model().graph_launch(graph, stream).map_err(code)
-    }
-
-    /// `cuGraphDestroy` and `cuGraphExecDestroy`.
-    pub fn graph_destroy(&self, graph: u64) -> Answer {
-        self.model().graph_destroy(graph).map_err(code)
     }
 }

@@ -6,22 +6,12 @@ use std::sync::Mutex;
 use std::thread;
 
 use super::*;
+use crate::tests::Chance;
 use lowtide_core::sync::lock;
 
-struct Chance(u64);
-
-impl Chance {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % bound
-    }
-
-    fn len(&mut self) -> usize {
-        let size = (1 << self.below(18)) + self.below(300) - 1;
-        usize::try_from(size).expect("small")
-    }
+fn len(chance: &mut Chance) -> usize {
+    let size = (1 << chance.below(18)) + chance.below(300) - 1;
+    usize::try_from(size).expect("small")
 }
 
 /// A buffer of words that all equal its mark.
@@ -72,10 +62,10 @@ fn random_histories_keep_every_content_and_fail_only_when_the_limit_is_near() {
             let nth = usize::try_from(chance.below(1 + model.len() as u64)).expect("small");
             let failed = match chance.below(100) {
                 0..50 => {
-                    let len = chance.len();
+                    let len = len(&mut chance);
                     Marked::new(&pool, len, step).map(|marked| model.push(marked)).err()
                 }
-                50..62 if nth < model.len() => model[nth].resize(chance.len()),
+                50..62 if nth < model.len() => model[nth].resize(len(&mut chance)),
                 62..97 if nth < model.len() => {
                     let marked = model.swap_remove(nth);
                     marked.assert_whole();
@@ -126,7 +116,7 @@ fn threads_share_a_pool_and_nobody_writes_into_anothers_block() {
         let mut own: Vec<Marked> = Vec::new();
         for step in 0..1_500 {
             match chance.below(10) {
-                0..5 => own.extend(Marked::new(&pool, chance.len() / 4, step * 8 + seed)),
+                0..5 => own.extend(Marked::new(&pool, len(&mut chance) / 4, step * 8 + seed)),
                 5 => {
                     // Any thread frees it later, and checks it.
                     let mut shared = lock(&shared);
@@ -136,7 +126,7 @@ fn threads_share_a_pool_and_nobody_writes_into_anothers_block() {
                 }
                 6 => {
                     if let Some(marked) = own.first_mut() {
-                        let _ = marked.resize(chance.len() / 4);
+                        let _ = marked.resize(len(&mut chance) / 4);
                     }
                 }
                 7 => {

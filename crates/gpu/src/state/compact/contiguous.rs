@@ -272,7 +272,7 @@ fn parting(blocks: &[ModelBlock]) -> usize {
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use super::*;
-    use crate::tests::compact::Chance;
+    use crate::tests::Chance;
 
     /// Regression test: each range was walked for its largest block, 9 billion steps for 100,000
     /// blocks.

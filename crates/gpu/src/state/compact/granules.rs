@@ -162,7 +162,7 @@ mod tests {
     use super::super::plan::{CompactPlan, CompactTarget, LayoutPart, Move, PASSES_MAX, plan};
     use super::*;
     use crate::index::End;
-    use crate::tests::compact::Chance;
+    use crate::tests::Chance;
 
     const GRANULE: u64 = 4096;
 

@@ -6,6 +6,7 @@ use lowtide_cuda_sim::sample;
 
 use super::plan::{CompactPlan, CompactTarget, Hold, LayoutPart, Move, PASSES_MAX, plan};
 use crate::index::{ALIGN, End, Span};
+use crate::tests::Chance;
 
 const LOW: Hold = Hold::Moves { end: End::Low, align: ALIGN };
 const HIGH: Hold = Hold::Moves { end: End::High, align: ALIGN };
@@ -142,17 +143,6 @@ impl Cells {
 
 fn index(at: u64) -> usize {
     usize::try_from(at).expect("small")
-}
-
-struct Chance(u64);
-
-impl Chance {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % bound
-    }
 }
 
 /// Creates a region of about this many parts, in which `stays` of 100 blocks stay.

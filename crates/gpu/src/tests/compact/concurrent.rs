@@ -8,9 +8,10 @@ use std::thread;
 use std::time::Duration;
 
 use super::{
-    ALL, Chance, DYNAMIC, STRIDE, address, alternating, assert_all_marked, assert_marked,
+    ALL, DYNAMIC, STRIDE, address, alternating, assert_all_marked, assert_marked,
     beside_a_pinned_one, fixed, marked, virtual_memory,
 };
+use crate::tests::Chance;
 use crate::{ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceCosts, Region};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, SystemClock};

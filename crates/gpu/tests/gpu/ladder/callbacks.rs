@@ -10,7 +10,8 @@ use lowtide_gpu::{
     ArenaConfig, Bound, Buffer, CompactOptions, DeviceArena, DeviceError, Region, SleepOptions,
 };
 
-use super::{DYNAMIC, GRANULE, config, device, mib, on_device, on_host, wait_until};
+use super::{DYNAMIC, GRANULE, config, device, mib, on_device, on_host};
+use crate::wait_until;
 
 type Cache = Arc<Mutex<Vec<Buffer<u8>>>>;
 

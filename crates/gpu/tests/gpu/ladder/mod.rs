@@ -13,12 +13,10 @@ mod random;
 mod remap;
 
 use std::sync::Arc;
-use std::thread;
-use std::time::Duration;
 
 use lowtide_cuda_sim::{DriverCosts, Order, SimDriver, SimOptions};
 use lowtide_gpu::ByteSize;
-use lowtide_gpu::clock::{Clock as _, ManualClock, SystemClock};
+use lowtide_gpu::clock::ManualClock;
 use lowtide_gpu::{ArenaConfig, Buffer, DeviceArena, DeviceError, HostDriver, Region};
 
 const DYNAMIC: Region = Region::Dynamic;
@@ -52,16 +50,6 @@ fn on_device(sim: &Arc<SimDriver>, config: ArenaConfig) -> DeviceArena {
 
 fn mib(arena: &DeviceArena, count: usize) -> Result<Buffer<u8>, DeviceError> {
     arena.alloc(count << 20, DYNAMIC)
-}
-
-/// Waits for what another thread does soon.
-fn wait_until(condition: impl Fn() -> bool) {
-    let clock = SystemClock::new();
-    let deadline = clock.now() + Duration::from_secs(20);
-    while !condition() {
-        assert!(clock.now() < deadline, "it did not come to pass");
-        thread::yield_now();
-    }
 }
 
 /// Numbers that look random, from a seed that is printed.

@@ -12,9 +12,8 @@ use lowtide_gpu::clock::Clock;
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::{ArenaConfig, Buffer, DeviceArena, Region};
 
-use super::{
-    Chance, SECOND, assert_marked, assert_usable, config, mark, open_with, raw, wait_until,
-};
+use super::{Chance, SECOND, assert_marked, assert_usable, config, mark, open_with, raw};
+use crate::wait_until;
 
 /// Makes a size hot on this thread, so that its front keeps a block of it.
 fn heat(arena: &DeviceArena, size: ByteSize) {

@@ -8,11 +8,10 @@
 #![expect(clippy::print_stdout, reason = "seeds are printed")]
 
 use std::sync::Arc;
-use std::thread;
 use std::time::Duration;
 
 use lowtide_gpu::ByteSize;
-use lowtide_gpu::clock::{Clock, ManualClock, SystemClock};
+use lowtide_gpu::clock::ManualClock;
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::{
     ArenaConfig, ArenaSnapshot, Buffer, DeviceArena, DeviceError, HostDriver, Lease, RawBlock,
@@ -83,16 +82,6 @@ fn assert_usable(arena: &DeviceArena) {
     }
     assert_eq!(arena.snapshot().live, before, "something was lost");
     arena.validate();
-}
-
-/// Waits for what another thread does soon.
-fn wait_until(condition: impl Fn() -> bool) {
-    let clock = SystemClock::new();
-    let deadline = clock.now() + 20 * SECOND;
-    while !condition() {
-        assert!(clock.now() < deadline, "it did not come to pass");
-        thread::yield_now();
-    }
 }
 
 /// Every element that is marked: one in each 256 bytes.

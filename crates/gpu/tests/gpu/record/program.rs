@@ -13,21 +13,18 @@ use lowtide_gpu::{
 };
 
 use super::{MIB, lane_of};
+use crate::chance::Chance;
 
 /// Numbers by a seed.
-pub(crate) struct Random(u64);
+pub(crate) struct Random(Chance);
 
 impl Random {
     pub(crate) const fn new(seed: u64) -> Self {
-        Self(seed ^ 0x9E37_79B9_7F4A_7C15)
+        Self(Chance::new(seed ^ 0x9E37_79B9_7F4A_7C15))
     }
 
-    /// splitmix64.
     pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
+        self.0.next()
     }
 
     pub(crate) fn below(&mut self, bound: u64) -> u64 {

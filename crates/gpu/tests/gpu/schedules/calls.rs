@@ -4,7 +4,7 @@
 //! or a schedule fails.
 //!
 //! Invariant: no call is made with the arena's lock held, or with the handle of a stream that is
-//! gone, and nothing moves before it has arrived.
+//! gone.
 #![expect(unsafe_code, reason = "a lane is of a stream that the caller vouches for")]
 
 use std::sync::{Arc, mpsc};
@@ -14,7 +14,7 @@ use std::time::Duration;
 use lowtide_cuda_sim::{Call, SimDriver, SimOptions};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::driver::Driver as _;
-use lowtide_gpu::{ArenaConfig, CompactOptions, DeviceArena, Lane, Region};
+use lowtide_gpu::{ArenaConfig, DeviceArena, Lane, Region};
 
 const DYNAMIC: Region = Region::Dynamic;
 const MIB: usize = 1 << 20;
@@ -96,27 +96,4 @@ fn no_call_is_made_with_the_handle_of_a_stream_that_is_gone() {
     drop(two.alloc::<u8>(8 * MIB, DYNAMIC));
     let _ = told.try_recv().expect("an event is recorded").join().expect("no panic");
     assert_eq!(sim.faults_total(), 0);
-}
-
-/// A compaction runs while a block waits for another stream's work. Only the arena's own assertions
-/// see if it moved that.
-#[test]
-fn a_block_that_has_not_arrived_is_not_moved() {
-    let (arena, sim, [one, two]) = open();
-    let [low, beside, between, high] =
-        [1, 1, 2, 1].map(|size| one.alloc::<u8>(size * MIB, DYNAMIC).expect("room"));
-    let _stays = beside.pin().expect("a pin");
-    drop(high);
-    one.end_run().expect("an event");
-    let (other, device) = (arena.clone(), Arc::clone(&sim));
-    sim.before(Call::StreamWaitEvent, 0, move || {
-        drop(low);
-        other.purge().expect("an event is recorded");
-        device.run_all();
-        other.purge().expect("and asked");
-        other.compact(CompactOptions::new(DYNAMIC), |_| {}).expect("no error");
-        other.purge().expect("no error");
-    });
-    drop(two.alloc::<u8>(MIB, DYNAMIC).expect("room"));
-    drop(between);
 }

@@ -7,7 +7,7 @@ use lowtide_cuda_sim::{
 };
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::Clock as _;
-use lowtide_gpu::driver::{Driver as _, DriverError, StoreSpan};
+use lowtide_gpu::driver::{Driver as _, DriverError};
 
 use super::{GRANULE, code, committed, device};
 
@@ -68,12 +68,11 @@ fn round(sim: &SimDriver) -> Result<(), DriverError> {
     let (a, b) = (sim.stream_create()?, sim.stream_create()?);
     let mark = sim.event_create()?;
     let store = sim.host_store_create(PART)?;
-    let span = StoreSpan { store, offset: ByteSize::ZERO, size: PART };
     sim.fill(a, at, PART, Pattern::new(1))?;
     sim.event_record(mark, a)?;
     sim.stream_wait_event(b, mark)?;
-    sim.offload(at, span, b)?;
-    sim.restore(span, at, b)?;
+    sim.offload(at, store, b)?;
+    sim.restore(store, at, b)?;
     sim.copy_async(at, super::on(at, GRANULE.get()), PART, b)?;
     sim.host_function(b, 1)?;
     sim.is_capturing(b)?;
@@ -231,8 +230,7 @@ fn calls_advance_the_clock_by_what_they_cost() {
     assert_eq!(step(), 4 * (100 + 10 + 2) + 4 * 1000);
     let stream = sim.stream_create().expect("stream");
     let store = sim.host_store_create(GRANULE).expect("host memory");
-    let span = StoreSpan { store, offset: ByteSize::ZERO, size: GRANULE };
-    sim.offload(at, span, stream).expect("queued");
+    sim.offload(at, store, stream).expect("queued");
     assert_eq!(step(), 1_000_000, "the bytes are not copied yet");
     sim.stream_synchronize(stream).expect("done");
     assert_eq!(step(), 1_000_000);

@@ -7,7 +7,7 @@ use lowtide_cuda_sim::{
 };
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::SystemClock;
-use lowtide_gpu::driver::{DeviceAddress, Driver as _, DriverError, HostMemory, StoreSpan};
+use lowtide_gpu::driver::{DeviceAddress, Driver as _, DriverError, HostMemory, HostStore};
 use lowtide_gpu::{DeviceError, PinnedConfig, PinnedPool};
 
 use super::{GRANULE, code, committed, device, on};
@@ -223,21 +223,19 @@ fn contents_go_to_a_store_and_come_back_to_the_same_addresses() {
     let stream = sim.stream_create().expect("stream");
     let (at, size) = (committed(&sim, 2), ByteSize::mib(4));
     let store = sim.host_store_create(size).expect("host memory");
-    let span = StoreSpan { store, offset: ByteSize::ZERO, size };
     let written = ByteSize::new(GRANULE.get() + 5);
     sim.fill(stream, on(at, 3), written, PATTERN).expect("queued");
-    sim.offload(at, span, stream).expect("queued");
+    sim.offload(at, store, stream).expect("queued");
     sim.stream_synchronize(stream).expect("done");
     sim.decommit(at, size, GRANULE).expect("done with");
     sim.commit(at, size, GRANULE).expect("memory");
-    sim.restore(span, at, stream).expect("queued");
+    sim.restore(store, at, stream).expect("queued");
     let held = sim.check(stream, on(at, 3), written, PATTERN).expect("queued");
     sim.stream_synchronize(stream).expect("done");
     assert_eq!(sim.outcome(held), Outcome::Held);
     sim.host_store_destroy(store).expect("done with");
     sim.assert_no_faults();
-    let gone = StoreSpan { offset: size, ..span };
-    assert_eq!(code(sim.offload(at, gone, stream)), Some(400));
+    assert_eq!(code(sim.offload(at, store, stream)), Some(400));
 }
 
 /// The ring: its buffers are used again and again, and hold what the device wrote only once that
@@ -252,11 +250,11 @@ fn what_cannot_be_locked_goes_to_a_store_and_comes_back_through_a_small_ring() {
         sim.set_lock_limit(ByteSize::mib(limit));
         let stream = sim.stream_create().expect("stream");
         let (at, size) = (committed(&sim, 24), ByteSize::mib(48));
-        let (taken, offset) = (ByteSize::mib(37), ByteSize::new(3 << 20 | 5));
+        let (taken, offset) = (ByteSize::mib(37), 3 << 20 | 5);
         let store = sim.host_store_create(size).expect("pageable, then");
         let locked = sim.calls(Call::HostAlloc);
         for mark in 1..=2 {
-            let span = StoreSpan { store, offset, size: taken };
+            let span = HostStore { at: store.at + offset, size: taken };
             sim.fill(stream, at, size, Pattern::new(mark)).expect("queued");
             sim.offload(at, span, stream).expect("copied");
             sim.fill(stream, at, size, Pattern::new(99)).expect("queued");
@@ -265,12 +263,12 @@ fn what_cannot_be_locked_goes_to_a_store_and_comes_back_through_a_small_ring() {
             sim.stream_synchronize(stream).expect("done");
             assert_eq!(sim.outcome(held), Outcome::Held, "{order:?}, {limit} MiB locked");
         }
-        let gone = StoreSpan { store, offset, size };
-        assert_eq!(code(sim.offload(at, gone, stream)), Some(1), "beyond the store");
+        let beyond = HostStore { at: store.at + offset, size };
+        assert_eq!(code(sim.offload(at, beyond, stream)), Some(1), "beyond the store");
         assert_eq!(sim.calls(Call::HostAlloc), locked, "one ring for all copies");
         sim.host_store_destroy(store).expect("done with");
         assert_eq!(sim.leaks().host_blocks, 0, "the ring goes with the last store");
-        assert!(sim.faults().iter().all(|fault| matches!(fault, Fault::OutsideStore { .. })));
+        assert!(sim.faults().iter().all(|fault| matches!(fault, Fault::NotReserved { .. })));
     }
 }
 
@@ -282,17 +280,16 @@ fn a_ring_whose_copies_may_still_be_in_progress_is_set_aside() {
     let stream = sim.stream_create().expect("stream");
     let (at, size) = (committed(&sim, 64), ByteSize::mib(128));
     let store = sim.host_store_create(size).expect("pageable, then");
-    let span = StoreSpan { store, offset: ByteSize::ZERO, size };
     for nth in 0..5 {
         let blocks = sim.leaks().host_blocks;
         sim.fail_nth(Some(Call::Offload), 3, SimError::Unknown);
         sim.fail_nth(Some(Call::StreamSynchronize), 0, SimError::Unknown);
-        assert!(sim.offload(at, span, stream).is_err());
+        assert!(sim.offload(at, store, stream).is_err());
         sim.forget_failures();
         let more = if nth == 0 || nth == 4 { 0 } else { 4 };
         assert_eq!(sim.leaks().host_blocks, blocks + more, "in attempt {nth}");
     }
-    let refused = sim.restore(span, at, stream);
+    let refused = sim.restore(store, at, stream);
     assert!(matches!(refused, Err(DriverError::OutOfMemory { .. })), "{refused:?}");
     sim.synchronize().expect("done");
     sim.host_store_destroy(store).expect("done with");
@@ -306,20 +303,21 @@ fn a_range_beyond_a_store_is_refused_and_a_store_is_not_given_back_before_its_co
     let stream = sim.stream_create().expect("stream");
     let (at, size) = (committed(&sim, 1), ByteSize::kib(64));
     let store = sim.host_store_create(size).expect("host memory");
-    for offset in [ByteSize::new(1), size, ByteSize::MAX] {
-        let span = StoreSpan { store, offset, size };
-        assert_eq!(code(sim.restore(span, at, stream)), Some(1), "{offset}");
+    for first in [store.at + 1, store.at + size.get(), u64::MAX] {
+        let beyond = HostStore { at: first, size };
+        assert_eq!(code(sim.restore(beyond, at, stream)), Some(1), "{first:#x}");
     }
-    sim.offload(at, StoreSpan { store, offset: ByteSize::ZERO, size }, stream).expect("queued");
+    sim.offload(at, store, stream).expect("queued");
     sim.host_store_destroy(store).expect("it waits for nothing");
     assert_eq!(code(sim.synchronize()), Some(700));
     let work = WorkKind::Offload;
-    let faults = sim.faults();
+    let (host, faults) = (DeviceAddress::new(store.at), sim.faults());
+    let range = Range { at: store.at, size: size.get() };
     assert_eq!(
         faults[3..],
         [
-            Fault::StoreGoneBeforeDone { store, stream, work },
-            Fault::IllegalStore { stream: Some(stream), work, store },
+            Fault::HostGoneBeforeDone { at: host, stream, work },
+            Fault::IllegalAddress { stream: Some(stream), work, range, bare: host },
         ]
     );
 }

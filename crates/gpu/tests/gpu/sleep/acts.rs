@@ -13,8 +13,8 @@ use lowtide_gpu::{
 };
 
 use super::faults::PASSING;
-use super::states::wait_until;
 use super::support::{Bed, MIB};
+use crate::wait_until;
 
 const OPTIONS: SleepOptions =
     SleepOptions { drain: Duration::ZERO, stable: Contents::Keep, dynamic: Contents::Discard };

@@ -79,9 +79,7 @@ fn who_books_is_told_before_the_first_copy_after_the_last_and_when_the_memory_is
     bed.sim.fail_nth(Some(Call::HostAlloc), 0, SimError::OutOfMemory);
     assert!(bed.arena.sleep(NOW).is_err());
     assert_eq!(take(&told).last().map(String::as_str), Some("given back"), "without a store");
-    for (mark, buffer) in (1..).zip(&kept) {
-        bed.assert_marked(buffer, mark);
-    }
+    bed.assert_all_marked(1, &kept);
     drop(kept);
     bed.end();
 }
@@ -131,9 +129,7 @@ fn a_purge_beside_copies_noted_that_there_were_none() {
     bed.sim.assert_no_faults();
     assert_eq!(bed.arena.state(), SleepState::Awake);
     assert_eq!(bed.arena.snapshot().offloaded, ByteSize::ZERO, "both stores are back");
-    for (mark, buffer) in (1..).zip(&kept) {
-        bed.assert_marked(buffer, mark);
-    }
+    bed.assert_all_marked(1, &kept);
     drop((kept, other));
     bed.end();
 }

@@ -63,9 +63,7 @@ impl Scene {
     /// Nothing is lost, and nothing is left.
     fn end(self) {
         let Self { bed, kept, cache, stays } = self;
-        for (mark, buffer) in (1..).zip(&kept) {
-            bed.assert_marked(buffer, mark);
-        }
+        bed.assert_all_marked(1, &kept);
         bed.assert_marked(&stays, 5);
         if !cache.take_discarded() {
             bed.assert_marked(&cache, 4);

@@ -105,7 +105,7 @@ fn an_arena_that_was_wanted_meanwhile_was_due_again_at_once() {
     bed.sim.before(Call::Offload, 0, move || {
         let alloc = move || allocating.alloc::<u8>(MIB, Region::Dynamic).expect("room");
         held.send(std::thread::spawn(alloc)).expect("the test waits");
-        super::states::wait_until(|| at_copies.is_wanted());
+        crate::wait_until(|| at_copies.is_wanted());
     });
     assert_eq!(arena.sleep_if_idle(clock.now()), Ok(None), "it was wanted");
     let block = hold.recv().expect("sent").join().expect("no panic");

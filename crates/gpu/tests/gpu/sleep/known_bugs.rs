@@ -67,9 +67,7 @@ fn vllm_34600_a_wake_that_fails_half_way_gives_back_what_it_has_got() {
     assert!(bed.arena.wake().expect_err("half way").is_out_of_memory());
     assert_eq!(bed.sim.headroom(), Ok(free));
     assert_eq!(bed.arena.state(), SleepState::Asleep);
-    for (mark, buffer) in (1..).zip(&kept) {
-        bed.assert_marked(buffer, mark);
-    }
+    bed.assert_all_marked(1, &kept);
     drop(kept);
     bed.end();
 }
@@ -90,9 +88,7 @@ fn a_wake_that_finds_no_room_says_what_the_arena_holds() {
         assert_eq!(committed, held);
     }
     bed.arena.wake().expect("awake");
-    for (mark, buffer) in (1..).zip(&kept) {
-        bed.assert_marked(buffer, mark);
-    }
+    bed.assert_all_marked(1, &kept);
     drop(kept);
     bed.end();
 }
@@ -108,9 +104,7 @@ fn memory_that_a_failed_wake_could_not_release_is_filled_by_the_next() {
     bed.sim.fail_nth(Some(Call::Unmap), 3, SimError::InvalidValue);
     bed.arena.wake().expect_err("the second region finds no memory");
     bed.arena.wake().expect("awake");
-    for (mark, buffer) in (1..).zip(&kept) {
-        bed.assert_marked(buffer, mark);
-    }
+    bed.assert_all_marked(1, &kept);
     drop(kept);
     bed.end();
 }
@@ -142,9 +136,7 @@ fn vllm_48680_small_buffers_share_granules_asleep_as_well() {
     let slept = bed.arena.sleep(NOW).expect("asleep");
     assert!(slept.copied <= ByteSize::mib(6), "{slept:?}");
     assert!(bed.arena.wake().expect("awake").memory <= ByteSize::mib(6));
-    for (mark, buffer) in (0..).zip(&small) {
-        bed.assert_marked(buffer, mark);
-    }
+    bed.assert_all_marked(0, &small);
     drop(small);
     bed.end();
 }
@@ -189,9 +181,7 @@ fn torch_memory_saver_71_weights_are_what_they_were_after_many_cycles() {
         bed.arena.sleep(NOW).expect("asleep");
         bed.arena.wake().expect("awake");
     }
-    for (mark, buffer) in (0..).zip(&weights) {
-        bed.assert_marked(buffer, mark);
-    }
+    bed.assert_all_marked(0, &weights);
     drop(weights);
     bed.end();
 }

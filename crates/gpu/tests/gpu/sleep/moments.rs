@@ -16,8 +16,8 @@ use lowtide_gpu::{
     Contents, DeviceArena, DeviceError, HostBudget, Region, SleepOptions, SleepState,
 };
 
-use super::states::wait_until;
 use super::support::{Bed, MIB};
+use crate::wait_until;
 
 const NOW: SleepOptions =
     SleepOptions { drain: Duration::ZERO, stable: Contents::Keep, dynamic: Contents::Keep };

@@ -11,8 +11,9 @@ use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Clock as _, Moment};
 use lowtide_gpu::{Contents, DeviceError, Region, SleepConfig, SleepOptions, SleepState};
 
-use super::states::{NOW, wait_until};
+use super::states::NOW;
 use super::support::{Bed, MIB};
+use crate::wait_until;
 
 const DISCARD: SleepOptions =
     SleepOptions { stable: Contents::Discard, dynamic: Contents::Discard, ..NOW };
@@ -202,9 +203,7 @@ fn a_wake_takes_small_handles_if_a_large_one_is_not_to_be_had() {
         1 + 8 * 16,
         "all in one call, and then 64 KiB each"
     );
-    for (mark, buffer) in (1..).zip(&kept) {
-        bed.assert_marked(buffer, mark);
-    }
+    bed.assert_all_marked(1, &kept);
     drop(kept);
     bed.end();
 }

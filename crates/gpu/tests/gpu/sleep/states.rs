@@ -2,17 +2,19 @@
 
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use lowtide_cuda_sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
 use lowtide_gpu::ByteSize;
-use lowtide_gpu::clock::{Clock as _, SystemClock};
+use lowtide_gpu::clock::Clock as _;
 use lowtide_gpu::{
-    CompactOptions, Contents, DeviceError, Region, SleepConfig, SleepOptions, SleepState,
+    CompactOptions, Contents, DeviceError, Region, SleepConfig, SleepOptions, SleepReport,
+    SleepState,
 };
 
 use super::support::{Bed, MIB, at};
+use crate::wait_until;
 
 pub(crate) const NOW: SleepOptions =
     SleepOptions { drain: Duration::ZERO, stable: Contents::Keep, dynamic: Contents::Keep };
@@ -216,6 +218,14 @@ fn misuse_is_refused_and_nothing_is_lost() {
     bed.end();
 }
 
+/// A sleep that waits for leases this long, on a thread of its own.
+fn draining(bed: &Bed, drain: Duration) -> JoinHandle<Result<SleepReport, DeviceError>> {
+    let arena = bed.arena.clone();
+    let sleeping = thread::spawn(move || arena.sleep(SleepOptions { drain, ..NOW }));
+    wait_until(|| bed.arena.state() == SleepState::Draining);
+    sleeping
+}
+
 #[test]
 fn a_forgotten_lease_is_reported_when_the_deadline_has_passed() {
     let bed = Bed::new(Order::Lazy);
@@ -223,12 +233,7 @@ fn a_forgotten_lease_is_reported_when_the_deadline_has_passed() {
     let clock = bed.sim.clock();
     let _forgotten = ManuallyDrop::new(bed.arena.enter().expect("a lease"));
     clock.advance(Duration::from_secs(60));
-    let sleeping = {
-        let arena = bed.arena.clone();
-        let options = SleepOptions { drain: Duration::from_secs(5), ..NOW };
-        thread::spawn(move || arena.sleep(options))
-    };
-    wait_until(|| bed.arena.state() == SleepState::Draining);
+    let sleeping = draining(&bed, Duration::from_secs(5));
     assert!(!sleeping.is_finished());
     clock.advance(Duration::from_secs(5));
     let refused = sleeping.join().expect("no panic").expect_err("leased");
@@ -245,12 +250,7 @@ fn who_enters_while_it_drains_cancels_that() {
     let bed = Bed::new(Order::Lazy);
     let kept = bed.marked(MIB, Region::Dynamic, 1);
     let lease = bed.arena.enter().expect("a lease");
-    let sleeping = {
-        let arena = bed.arena.clone();
-        let options = SleepOptions { drain: Duration::from_secs(3600), ..NOW };
-        thread::spawn(move || arena.sleep(options))
-    };
-    wait_until(|| bed.arena.state() == SleepState::Draining);
+    let sleeping = draining(&bed, Duration::from_secs(3600));
     let nested = bed.arena.enter().expect("at once, though it drains");
     assert_eq!(bed.arena.state(), SleepState::Awake);
     let refused = sleeping.join().expect("no panic").expect_err("cancelled");
@@ -266,12 +266,7 @@ fn the_last_lease_lets_a_drain_go_on() {
     let bed = Bed::new(Order::Lazy);
     let kept = bed.marked(MIB, Region::Dynamic, 1);
     let lease = bed.arena.enter().expect("a lease");
-    let sleeping = {
-        let arena = bed.arena.clone();
-        let options = SleepOptions { drain: Duration::from_secs(3600), ..NOW };
-        thread::spawn(move || arena.sleep(options))
-    };
-    wait_until(|| bed.arena.state() == SleepState::Draining);
+    let sleeping = draining(&bed, Duration::from_secs(3600));
     drop(lease);
     sleeping.join().expect("no panic").expect("asleep");
     bed.assert_marked(&kept, 1);
@@ -410,14 +405,4 @@ fn ten_thousand_blocks_sleep_in_calls_for_their_handles() {
     assert!(calls <= 6 * handles + 16, "{calls} calls for {handles} handles");
     drop(buffers);
     bed.end();
-}
-
-/// Waits for what another thread does soon.
-pub(crate) fn wait_until(condition: impl Fn() -> bool) {
-    let clock = SystemClock::new();
-    let deadline = clock.now() + Duration::from_secs(20);
-    while !condition() {
-        assert!(clock.now() < deadline, "it did not come to pass");
-        thread::yield_now();
-    }
 }

@@ -62,9 +62,7 @@ fn host_memory_is_booked_before_a_copy_and_given_back_after_the_wake() {
         "arena \"sleeper\" cannot sleep: cannot reserve 5.0 MiB of host memory: 4.0 MiB left"
     );
     assert_eq!((bed.sim.calls(Call::HostAlloc), left()), (calls, 4));
-    for (mark, buffer) in (1..).zip(&kept) {
-        bed.assert_marked(buffer, mark);
-    }
+    bed.assert_all_marked(1, &kept);
     bed.arena.sleep(SleepOptions { stable: Contents::Discard, ..NOW }).expect("asleep");
     assert_eq!(left(), 0);
     drop(kept);
@@ -115,9 +113,7 @@ fn host_memory_stays_between_sleeps_where_that_is_asked_for() {
     turn();
     bed.arena.purge().expect("no error");
     assert_eq!(left(), 0);
-    for (mark, buffer) in (2..).zip(&kept) {
-        bed.assert_marked(buffer, mark);
-    }
+    bed.assert_all_marked(2, &kept);
     drop(kept);
     bed.end();
     assert_eq!(left(), 8, "the end of the arena gives it back as well");

@@ -4,12 +4,11 @@
 #![expect(unsafe_code, reason = "a lane is of a stream that the caller vouches for")]
 
 use std::sync::Arc;
-use std::thread;
 use std::time::Duration;
 
+use crate::wait_until;
 use lowtide_cuda_sim::{DriverCosts, Order, Outcome, Pattern, SimDriver, SimOptions};
 use lowtide_gpu::ByteSize;
-use lowtide_gpu::clock::{Clock as _, SystemClock};
 use lowtide_gpu::driver::{DeviceAddress, Driver as _, StreamHandle};
 use lowtide_gpu::{ArenaConfig, Buffer, DeviceArena, Lane, Lease, Region, SleepConfig};
 
@@ -76,6 +75,11 @@ impl Bed {
         }
     }
 
+    /// Asserts that each has its mark: the first this one, each the next.
+    pub(crate) fn assert_all_marked(&self, first: u64, buffers: &[Buffer<u8>]) {
+        (first..).zip(buffers).for_each(|(mark, buffer)| self.assert_marked(buffer, mark));
+    }
+
     /// Asserts that the contract was kept, and nothing is left when the arena is gone.
     pub(crate) fn end(self) {
         let Self { sim, arena, stream } = self;
@@ -87,12 +91,7 @@ impl Bed {
         sim.assert_no_faults();
         assert_eq!(sim.unsafe_unmaps(), 0);
         // A thread that woke the arena may be the last to let go of it.
-        let clock = SystemClock::new();
-        let deadline = clock.now() + Duration::from_secs(20);
-        while !sim.leaks().is_empty() {
-            assert!(clock.now() < deadline, "{:?}", sim.leaks());
-            thread::yield_now();
-        }
+        wait_until(|| sim.leaks().is_empty());
     }
 }
 

@@ -12,8 +12,8 @@ use lowtide_cuda_sim::{Order, SimError};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::{Contents, Region, SleepOptions, SleepState};
 
-use super::states::wait_until;
 use super::support::{Bed, MIB};
+use crate::wait_until;
 
 const NOW: SleepOptions =
     SleepOptions { drain: Duration::ZERO, stable: Contents::Keep, dynamic: Contents::Keep };

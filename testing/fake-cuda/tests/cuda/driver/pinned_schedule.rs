@@ -6,8 +6,6 @@
 //! are replayed. A model knows which bytes every buffer holds. If a buffer or the device holds
 //! others, they were written or read too early or too late: a race.
 //!
-//! Used by the tests of the CUDA driver, and by the bench `faults` for many seeds.
-//!
 //! Invariant: a schedule depends on its seed alone.
 
 use std::fmt;
@@ -23,6 +21,8 @@ use lowtide_gpu::{
     ArenaConfig, Buffer, DeviceArena, DeviceError, Lane, Lease, PinnedBuffer, PinnedConfig,
     PinnedCopy, PinnedPool, Region,
 };
+
+use crate::chance::Chance;
 
 /// Bytes of every device buffer, and the most of a pinned one.
 const LEN: usize = 4 << 10;
@@ -84,20 +84,9 @@ impl fmt::Display for Race {
     }
 }
 
-struct Chance(u64);
-
 impl Chance {
-    fn next(&mut self) -> u64 {
-        // SplitMix64.
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        mixed ^ (mixed >> 31)
-    }
-
     fn below(&mut self, bound: usize) -> usize {
-        usize::try_from(self.next() % bound.max(1) as u64).expect("small")
+        usize::try_from(self.bits() % bound.max(1) as u64).expect("small")
     }
 }
 
@@ -260,7 +249,7 @@ impl Run<'_> {
             _ => self.launch(),
         }
         if self.chance.below(4) == 0 {
-            let count = self.chance.next() % 3;
+            let count = self.chance.bits() % 3;
             self.bed.fake.run(0, count);
         }
     }
@@ -476,7 +465,7 @@ impl Run<'_> {
 
     fn fail(&mut self) {
         let name = FAILING[self.chance.below(FAILING.len())];
-        let nth = 1 + self.chance.next() % 2;
+        let nth = 1 + self.chance.bits() % 2;
         self.say(format!("call {nth} of {name:?} will fail"));
         self.bed.fake.fail(name, nth, 999);
         self.unasked |= name == c"cuStreamIsCapturing";

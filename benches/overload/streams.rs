@@ -1,0 +1,178 @@
+//! Streams: 400 clients whose answers last, and then stop reading while the answers grow.
+//!
+//! Each client sends a prompt of 100 kB and keeps its connection. Once all are open, each answer gets
+//! a MiB in pieces, which its client does not read: together more than the limit. Short requests are
+//! sent meanwhile. The service is one of axum under the memory layer and behind `Connections`, cold,
+//! and nothing of its routes is known.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::State;
+use axum::routing::{get, post};
+use bytes::Bytes;
+use common::figures::{Figures, count, part, quantile};
+use common::http::{client, send};
+use futures_util::future::join_all;
+use futures_util::stream::unfold;
+use http::Request;
+use lowtide::service::{ConnectionApp, Connections, scope};
+use lowtide::{BoxError, ByteSize, Memory};
+use lowtide_admission::Budget;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpSocket, TcpStream};
+use tokio::sync::{mpsc, watch};
+
+use crate::cell::Cell;
+use crate::offer::Policy;
+
+const STREAMS: usize = 400;
+const PROMPT: usize = 100_000;
+/// What each answer grows by, and the size of a piece.
+const GROWTH: usize = 1 << 20;
+const PIECE: usize = 32 << 10;
+/// The kernel's buffers of a connection: those of the loopback hold 2.5 MiB, more than grows.
+const KERNEL: u32 = 16 << 10;
+/// The time between two pieces.
+const PAUSE: Duration = Duration::from_millis(200);
+/// The time for all streams to open, and for which they grow.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Serves until standard input ends.
+pub(crate) async fn serve() -> Result<(), BoxError> {
+    let memory = Memory::start()?;
+    let grow = Arc::new(watch::Sender::new(false));
+    let connections = Connections::new(memory.admission(), 2 * STREAMS);
+    let app = Router::new()
+        .route("/stream", post(stream))
+        .route("/hello", get(async || "hello"))
+        .layer(memory.layer())
+        .route("/grow", post(async |State((_, grow)): State<Shared>| _ = grow.send_replace(true)))
+        .route("/booked", get(booked))
+        .with_state((memory, grow));
+    let socket = TcpSocket::new_v4()?;
+    socket.set_send_buffer_size(KERNEL)?;
+    socket.bind((Ipv4Addr::LOCALHOST, 0).into())?;
+    let listener = socket.listen(1024)?;
+    println!("{}", listener.local_addr()?);
+    let listener = connections.listen(listener);
+    tokio::spawn(async { axum::serve(listener, ConnectionApp::new(app)).await });
+    let until = || std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+    tokio::task::spawn_blocking(until).await??;
+    Ok(())
+}
+
+/// The service's memory, and the switch on which answers grow.
+type Shared = (Memory, Arc<watch::Sender<bool>>);
+
+/// Answers with a piece at once, and with a MiB in pieces once the switch is set.
+async fn stream(State((_, grow)): State<Shared>, _prompt: Bytes) -> Body {
+    let (sender, receiver) = mpsc::unbounded_channel();
+    let mut grows = grow.subscribe();
+    tokio::spawn(scope(async move {
+        let _ = sender.send(Bytes::from_static(b"first"));
+        if grows.wait_for(|grows| *grows).await.is_ok() {
+            for _ in 0..GROWTH / PIECE {
+                if sender.send(Bytes::from(vec![1; PIECE])).is_err() {
+                    return;
+                }
+                tokio::time::sleep(PAUSE).await;
+            }
+            sender.closed().await;
+        }
+    }));
+    Body::from_stream(unfold(receiver, async |mut receiver: mpsc::UnboundedReceiver<Bytes>| {
+        receiver.recv().await.map(|data| (Ok::<_, BoxError>(data), receiver))
+    }))
+}
+
+/// Returns what requests hold, what they have reserved, and what they may reserve, in bytes; the
+/// open streams; and the saturation.
+async fn booked(State((memory, _)): State<Shared>) -> String {
+    let (state, ledger) = (memory.admission().state(), memory.admission().ledger(Budget::Host));
+    let live: ByteSize = state.usage_by_route().iter().map(|route| route.live).sum();
+    let [reserved, allowance] = [ledger.requests(), ledger.allowance()].map(ByteSize::get);
+    let saturation = memory.snapshot().saturation;
+    let open = memory.admission().stats().held();
+    format!("{} {reserved} {allowance} {open} {saturation}", live.get())
+}
+
+/// Opens the streams, lets them grow, and adds the figures. Returns `true` if the service survived.
+pub(crate) fn run(base: &Cell, figures: &mut Figures) -> Result<bool, BoxError> {
+    let cell = Cell { policy: Policy::Lowtide, serves_streams: true, ..base.clone() };
+    let (service, to) = cell.start()?;
+    let runtime = tokio::runtime::Runtime::new()?;
+    runtime.block_on(clients(to, figures))?;
+    let kills = service.end();
+    figures.at_most("traffic.unread.kills", count(kills), "kills", 0.0);
+    Ok(kills == 0)
+}
+
+async fn clients(to: SocketAddr, figures: &mut Figures) -> Result<(), BoxError> {
+    let start = Instant::now();
+    let opened = join_all((0..STREAMS).map(|_| tokio::time::timeout(PATIENCE, open(to)))).await;
+    let time = start.elapsed().as_secs_f64();
+    let opened: Vec<_> = opened.into_iter().filter_map(|opened| opened.ok()?.ok()).collect();
+    let short = hello(to, Duration::from_secs(2)).await;
+    let idle = look(to).await?;
+    figures.at_least("traffic.sse.open", count(opened.len() as u64), "streams", 400.0);
+    figures.at_most("traffic.cold_s", time, "s", 10.0);
+    figures.at_most("traffic.sse.saturation", idle[4], "ratio", 0.5);
+    figures.at_most("traffic.sse.hello_failed", count(short.0), "requests", 0.0);
+    figures.add("traffic.sse.hello_p99_ms", short.1, "ms");
+    let grow = Request::post(format!("http://{to}/grow"));
+    let (status, _) = send(&client(), grow, String::new()).await?;
+    if !status.is_success() {
+        return Err(format!("/grow answered {status}").into());
+    }
+    let short = hello(to, PATIENCE).await;
+    let [live, reserved, allowance, open, _] = look(to).await?;
+    let ended = count(STREAMS as u64) - open;
+    let unbooked = part((live - reserved).max(0.0), live);
+    // What ended beyond what had to: as many as hold what is free.
+    let beyond = part((allowance - reserved).max(0.0), ended * part(live, open));
+    println!("{ended} of {STREAMS} streams ended; {live} bytes are held, {allowance} allowed");
+    figures.at_most("traffic.unread.hello_failed", count(short.0), "requests", 0.0);
+    figures.add("traffic.unread.hello_p99_ms", short.1, "ms");
+    figures.at_most("traffic.unread.unbooked_ratio", unbooked, "ratio", 0.05);
+    figures.at_most("traffic.unread.ended_beyond_ratio", beyond, "ratio", 0.05);
+    Ok(())
+}
+
+/// Sends a prompt, and returns the connection once the answer has begun.
+async fn open(to: SocketAddr) -> Result<TcpStream, BoxError> {
+    let socket = TcpSocket::new_v4()?;
+    socket.set_recv_buffer_size(KERNEL)?;
+    let mut connection = socket.connect(to).await?;
+    let head = format!("POST /stream HTTP/1.1\r\nhost: a\r\ncontent-length: {PROMPT}\r\n\r\n");
+    connection.write_all(head.as_bytes()).await?;
+    connection.write_all(&vec![b'a'; PROMPT]).await?;
+    let mut start = [0; 12];
+    connection.read_exact(&mut start).await?;
+    if start.ends_with(b"200") { Ok(connection) } else { Err("rejected".into()) }
+}
+
+/// Sends short requests for this time. Returns how many failed, and the time of the slowest
+/// hundredth in milliseconds.
+async fn hello(to: SocketAddr, time: Duration) -> (u64, f64) {
+    let (http, start) = (client(), Instant::now());
+    let (mut failed, mut times) = (0, Vec::new());
+    while start.elapsed() < time {
+        let begun = Instant::now();
+        let answer = send(&http, Request::get(format!("http://{to}/hello")), String::new()).await;
+        failed += u64::from(!answer.is_ok_and(|(status, _)| status.is_success()));
+        times.push(begun.elapsed().as_secs_f64() * 1e3);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    (failed, quantile(&times, 0.99))
+}
+
+/// Returns the figures of `booked`.
+async fn look(to: SocketAddr) -> Result<[f64; 5], BoxError> {
+    let text = common::http::get(&client(), &format!("http://{to}/booked")).await?;
+    let all: Vec<f64> = text.split(' ').map(str::parse).collect::<Result<_, _>>()?;
+    all.try_into().map_err(|all| format!("{all:?}: expected five figures").into())
+}
