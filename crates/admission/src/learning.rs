@@ -866,7 +866,7 @@ mod slow_start_tests {
         let (needs, manual) = (Needs::default(), Arc::new(ManualClock::new()));
         let kind = Kind { route: 1, is_declared: true, has_many_routes: false };
         let (need, clock) = (needs.of(kind, ByteSize::mib(1), false), manual.clone() as _);
-        let enter = || need.enter(ByteSize::mib(64), &clock);
+        let enter = || need.enter(ByteSize::mib(64), &clock, false);
         let mut waited = 0;
         loop {
             let mut one = enter().expect("none runs").expect("its need is not known");
