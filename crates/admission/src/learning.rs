@@ -29,7 +29,8 @@
 //! arrived, since a request holds less than it will while its body arrives. It starts again when a
 //! request grows beyond its claim. It does not count while a request is polled, since the memory of
 //! a poll is measured when the poll ends. If no body arrives, a step takes `ARRIVING` times as
-//! long; so a client that sends nothing cannot block a route forever.
+//! long; so a client that sends nothing cannot block a route forever. A request that is suspended
+//! because its client is slow leaves, and enters again when its body has arrived.
 //!
 //! Invariants: a claim from measurements is at most [`Room::limit`]; a mean is that of about the
 //! last `WINDOW` requests; at most `ROUTES_MAX` records, and one for all other routes; while slow
@@ -395,7 +396,7 @@ impl Compared {
         &self,
         room: ByteSize,
         clock: &Arc<dyn Clock>,
-    ) -> Result<Option<Box<SlowStartPermit>>, u32> {
+    ) -> Result<Option<Arc<SlowStartPermit>>, u32> {
         let first = SlowStart::first(self.estimate, room);
         first.map_or(Ok(None), |first| self.enter_limited(first, clock))
     }
@@ -404,7 +405,7 @@ impl Compared {
         &self,
         first: u32,
         clock: &Arc<dyn Clock>,
-    ) -> Result<Option<Box<SlowStartPermit>>, u32> {
+    ) -> Result<Option<Arc<SlowStartPermit>>, u32> {
         let mut slow_start = lock(&self.need.slow_start);
         if slow_start.is_over() {
             return Ok(None);
@@ -412,12 +413,11 @@ impl Compared {
         let entered = clock.now();
         slow_start.enter(first, entered)?;
         let (slow_start, clock) = (Arc::clone(&self.need.slow_start), Arc::clone(clock));
-        Ok(Some(Box::new(SlowStartPermit {
+        Ok(Some(Arc::new(SlowStartPermit {
             slow_start,
             clock,
             entered,
-            succeeded: false,
-            has_left: false,
+            succeeded: AtomicBool::new(false),
         })))
     }
 }
@@ -531,16 +531,13 @@ fn steps(now: Moment, since: Moment, step: Duration) -> u32 {
     u32::try_from(steps).unwrap_or(STEPS).min(STEPS)
 }
 
-/// A large request of a route with unknown need; dropping it ends it. Boxed, because few requests
-/// have one.
+/// A large request of a route with unknown need; dropping it ends it.
 #[derive(Debug)]
 pub struct SlowStartPermit {
     slow_start: Arc<Mutex<SlowStart>>,
     clock: Arc<dyn Clock>,
     entered: Moment,
-    /// `true` if its handler succeeded.
-    pub succeeded: bool,
-    has_left: bool,
+    succeeded: AtomicBool,
 }
 
 impl SlowStartPermit {
@@ -559,17 +556,16 @@ impl SlowStartPermit {
         lock(&self.slow_start).end_work(grew, self.clock.now());
     }
 
-    /// Ends it early, but for the work that still runs.
-    pub fn leave(&mut self) {
-        if !std::mem::replace(&mut self.has_left, true) {
-            lock(&self.slow_start).leave(self.succeeded, self.entered, self.clock.now());
-        }
+    /// Records that its handler succeeded, or that it failed.
+    pub fn answered(&self, success: bool) {
+        self.succeeded.store(success, Ordering::Relaxed);
     }
 }
 
 impl Drop for SlowStartPermit {
     fn drop(&mut self) {
-        self.leave();
+        let succeeded = self.succeeded.load(Ordering::Relaxed);
+        lock(&self.slow_start).leave(succeeded, self.entered, self.clock.now());
     }
 }
 
