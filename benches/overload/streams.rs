@@ -93,7 +93,7 @@ async fn stream(State((_, grow)): State<Shared>, _prompt: Bytes) -> Body {
 /// open streams; and the saturation.
 async fn booked(State((memory, _)): State<Shared>) -> String {
     let (state, ledger) = (memory.admission().state(), memory.admission().ledger(Budget::Host));
-    let live: ByteSize = state.usage_by_route().iter().map(|route| route.live).sum();
+    let live: ByteSize = state.routes.read().iter().map(|route| route.live).sum();
     let [reserved, allowance] = [ledger.requests(), ledger.allowance()].map(ByteSize::get);
     let saturation = memory.snapshot().saturation;
     let open = memory.admission().stats().held();

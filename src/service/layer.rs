@@ -44,7 +44,7 @@ use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment, SystemClock};
 use crate::config::Config;
 use crate::memory::add_request_event;
-use lowtide_admission::layer::{GRACE, Waiting};
+use lowtide_admission::layer::{GRACE, Turn, Waiting};
 use lowtide_admission::learning::{Compared, Kind, Needs, READS, SlowStartPermit};
 use lowtide_admission::{Admission, Budget, Cost, Permit, Priority, Rejected};
 use lowtide_heap::is_measured;
@@ -56,7 +56,7 @@ use super::estimate::{ContentLength, Estimate, UNDECLARED, body_length, note_len
 use super::exempt::{ExemptPaths, ExemptShare};
 use super::load_report::{Carrier, LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReports};
 use super::permit::{
-    QueuePlace, RequestOptions, RequestPermit, ResumeOptions, WINDOW, enter_slow_start,
+    QueuePlace, RequestOptions, RequestPermit, ResumeOptions, WINDOW, enter_slow_start, enter_turn,
 };
 use super::rejection::{Drain, negotiated};
 use super::scoped::Scoped;
@@ -264,6 +264,9 @@ impl<E: Estimate> MemoryLayer<E> {
     /// of a suspended body reaches the handler only once the whole claim is reserved again, before
     /// requests that were not admitted yet. After `max_wait` without room, or 2 s if that is zero,
     /// the request is rejected.
+    ///
+    /// While large requests compute on all processors, further ones wait for their turn even if they
+    /// fit, and begin after `max_wait` at the latest. With zero there are no turns.
     ///
     /// Use zero for a service that this process calls while it serves another request. The caller
     /// would keep its reservation, and its connection, while the call waits.
@@ -538,6 +541,7 @@ impl<E: Estimate> MemoryLayer<E> {
         body: &impl Body,
         length: Option<ByteSize>,
         waiting: Option<&Waiting>,
+        is_last: bool,
     ) -> Result<RequestPermit, NotAdmitted> {
         let settings = &*self.settings;
         let (mut cost, priority, share) = self.cost(head, body, length);
@@ -550,6 +554,10 @@ impl<E: Estimate> MemoryLayer<E> {
             Some(need) => settings.enter(need, &mut cost, is_measured, waiting),
             None => Ok(None),
         };
+        let takes_turns = is_measured && !is_exempt && !settings.max_wait.is_zero();
+        let turn = if takes_turns { settings.admission.state().turn(cost.host) } else { None };
+        let entered = || enter_turn(turn.as_ref(), settings.admission.state(), waiting, is_last);
+        let slot = slot.and_then(|slot| entered().map(|()| slot));
         // The device memory of one budget for both is not measured.
         let is_host = settings.admission.state().by_budget(cost).host == cost.host;
         let can_suspend = is_measured && is_host && !is_exempt;
@@ -564,8 +572,10 @@ impl<E: Estimate> MemoryLayer<E> {
         let reports = is_measured && settings.starts_slowly;
         let cap = Some(settings.request_cap);
         let cap = cap.filter(|cap| is_measured && !is_exempt && cap.is_finite());
-        let enters = claimed.filter(|_| settings.starts_slowly);
-        let enters = enters.map(|_| (settings.admission.clone(), Arc::clone(&settings.clock)));
+        // Until it resumes.
+        turn.iter().filter(|_| claimed.is_some()).for_each(Turn::leave);
+        let enters = settings.starts_slowly && (slot.is_some() || claimed.is_some());
+        let enters = enters.then(|| (settings.admission.clone(), Arc::clone(&settings.clock)));
         let (method, route) = (method.clone(), RouteLabel::new(route));
         // gRPC needs HTTP/2.
         let content_type = if is_http2 { head.headers.get(CONTENT_TYPE).cloned() } else { None };
@@ -582,6 +592,7 @@ impl<E: Estimate> MemoryLayer<E> {
             need,
             share,
             slot,
+            turn,
             is_measured,
             is_exempt,
             resumes,
@@ -671,7 +682,7 @@ impl<E: Estimate> MemoryLayer<E> {
 
 /// What an admitted request has reserved, its slot of the slow start, and its claim if it has not
 /// reserved that.
-type Booked = (Permit, Option<Box<SlowStartPermit>>, Option<ByteSize>);
+type Booked = (Permit, Option<Arc<SlowStartPermit>>, Option<ByteSize>);
 
 /// A request that was not admitted.
 struct NotAdmitted {
@@ -710,7 +721,7 @@ impl LayerSettings {
     /// whose bodies are there.
     fn book(
         &self,
-        slot: Result<Option<Box<SlowStartPermit>>, Rejected>,
+        slot: Result<Option<Arc<SlowStartPermit>>, Rejected>,
         (cost, priority): (Cost, Priority),
         label: &dyn fmt::Display,
         waiting: Option<&Waiting>,
@@ -748,7 +759,7 @@ impl LayerSettings {
         cost: &mut Cost,
         is_measured: bool,
         waiting: Option<&Waiting>,
-    ) -> Result<Option<Box<SlowStartPermit>>, Rejected> {
+    ) -> Result<Option<Arc<SlowStartPermit>>, Rejected> {
         let host = self.admission.ledger(Budget::Host);
         let (estimate, room) = (cost.host, host.learned_room());
         cost.host = need.claim(room);
@@ -878,7 +889,7 @@ where
             return ResponseFuture { state };
         }
         let length = note_length(&mut head, &body);
-        let state = match self.layer.admit(&head, &body, length, None) {
+        let state = match self.layer.admit(&head, &body, length, None, false) {
             Ok(permit) => self.layer.start(&mut self.inner, (head, body), permit),
             Err(refused) => self.refuse(head, body, refused),
         };
@@ -934,7 +945,7 @@ where
                 return Poll::Pending;
             };
             let waiting = is_turn.then_some(&self.waiting);
-            match self.layer.admit(&head, &body, body_length(&head), waiting) {
+            match self.layer.admit(&head, &body, body_length(&head), waiting, !is_turn) {
                 Ok(permit) => {
                     return Poll::Ready(self.layer.start(&mut self.inner, (head, body), permit));
                 }

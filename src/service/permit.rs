@@ -14,7 +14,8 @@
 //! returned is cut (`time_limits`).
 //!
 //! While others wait for room, a request that waits for its client has its reservation suspended:
-//! it keeps what it holds, and reserves its claim again before its body is complete (`body`). One
+//! it keeps what it holds, and reserves its claim again before its body is complete (`body`). Until
+//! then it has neither a turn nor a slot of the slow start. One
 //! whose handler works between two frames may allocate at any time, and is not suspended.
 //!
 //! Over HTTP/2 a request for which there is no room starts suspended, so that its body does not fill
@@ -44,7 +45,9 @@ use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
 use crate::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard, lock};
-use lowtide_admission::layer::{LARGE_MIN, LargeRequest, REGISTERED_MIN, SLOW_AFTER, Waiting};
+use lowtide_admission::layer::{
+    AdmissionState, LARGE_MIN, LargeRequest, REGISTERED_MIN, SLOW_AFTER, Turn, Waiting,
+};
 use lowtide_admission::learning::{Compared, GROWS_LATE, READS, STREAMS, SlowStartPermit};
 use lowtide_admission::{
     Admission, Budget, Permit, Priority, RejectReason, Rejected, RequestMemory, RequestPhase,
@@ -118,6 +121,8 @@ struct Admitted {
     /// `true` if it has a slot of its route's slow start.
     is_trial: AtomicBool,
     is_exempt: bool,
+    /// Its turn, if it is large.
+    turn: Option<Turn>,
     origin: RequestOrigin,
     /// The multiple of what it was expected to hold above which it may be cancelled; `None` if
     /// nothing cancels it.
@@ -189,7 +194,9 @@ pub(super) struct RequestOptions {
     /// The share of a request that is exempt by its path.
     pub(super) share: Option<ExemptShare>,
     /// The slot of a large request whose route is not known yet.
-    pub(super) slot: Option<Box<SlowStartPermit>>,
+    pub(super) slot: Option<Arc<SlowStartPermit>>,
+    /// Its turn, if it is large.
+    pub(super) turn: Option<Turn>,
     /// `true` if its memory is measured.
     pub(super) is_measured: bool,
     pub(super) is_exempt: bool,
@@ -247,7 +254,7 @@ impl RequestPermit {
         if terms.reports {
             permit.report(ByteSize::ZERO);
         }
-        if let Some(slot) = &mut terms.slot {
+        if let Some(slot) = &terms.slot {
             slot.begin();
             permit.mark_unlearned(slot);
         }
@@ -259,6 +266,7 @@ impl RequestPermit {
             is_measured,
             is_trial: AtomicBool::new(terms.slot.is_some()),
             is_exempt: terms.is_exempt,
+            turn: terms.turn.take(),
             origin,
             cap: terms.cap,
             claim: AtomicU64::new(claim.get()),
@@ -327,12 +335,24 @@ impl RequestPermit {
     /// ```
     #[inline]
     pub fn measure<R>(&self, work: impl FnOnce() -> R) -> R {
+        self.run(None, work)
+    }
+
+    /// Like [`RequestPermit::measure`], for a poll by an executor, which other tasks wait for.
+    #[inline]
+    pub(super) fn poll<R>(&self, work: impl FnOnce() -> R) -> R {
+        self.run(self.0.owner().turn.as_ref(), work)
+    }
+
+    #[inline]
+    fn run<R>(&self, turn: Option<&Turn>, work: impl FnOnce() -> R) -> R {
         if !self.is_measured() {
             return work();
         }
-        let is_trial = self.0.owner().is_trial.load(Ordering::Relaxed);
-        let _trial = is_trial.then(|| TrialWork::new(self));
-        let _cover = ReserveGuard(self);
+        let admitted = self.0.owner();
+        let _trial = admitted.is_trial.load(Ordering::Relaxed).then(|| TrialWork::new(self));
+        turn.into_iter().for_each(Turn::begins_work);
+        let _cover = ReserveGuard(self, turn);
         self.0.run(work)
     }
 
@@ -546,10 +566,11 @@ impl RequestPermit {
             if held.claimed.is_some() {
                 held.permit.set_resumed();
                 admitted.resumed(held);
+                held.terms.enters = None;
             }
             if has_lasted {
                 held.permit.mark_learned();
-                held.terms.slot.iter_mut().for_each(|slot| slot.leave());
+                held.terms.slot = None;
             }
             (state, has_lasted)
         });
@@ -589,12 +610,14 @@ impl RequestPermit {
         let admitted = self.0.owner();
         let Some(ResumeOptions { priority, .. }) = admitted.resumes else { return Ok(false) };
         self.change(|held| {
-            let mut slot = held.enter(waiting)?;
-            held.permit.resume(waiting, held.claimed(), priority)?;
+            let slot = held.enter(waiting)?;
+            enter_turn(admitted.turn.as_ref(), held.permit.state(), waiting, waiting.is_none())?;
+            let resumed = held.permit.resume(waiting, held.claimed(), priority);
+            resumed.inspect_err(|_| admitted.leave_turn())?;
             let has_entered = slot.is_some();
-            if let Some(slot) = &mut slot {
+            if let Some(slot) = &slot {
                 slot.begin();
-                slot.succeeded = held.answer == Some(true);
+                slot.answered(held.answer == Some(true));
                 held.permit.mark_unlearned(slot);
                 admitted.is_trial.store(true, Ordering::Relaxed);
             }
@@ -663,6 +686,7 @@ impl RequestPermit {
             admitted.is_arriving.store(false, Ordering::Relaxed);
             held.permit.set_resumed();
             admitted.resumed(held);
+            held.terms.enters = None;
         });
     }
 
@@ -814,13 +838,14 @@ impl RequestPermit {
     pub(super) fn answered(&self, success: bool, is_whole: bool) {
         let admitted = self.0.owner();
         admitted.is_answered.store(true, Ordering::Relaxed);
+        admitted.leave_turn();
         let is_free = {
             let mut held = self.held();
             held.waker = None;
             held.answer = Some(success);
             // A failure does not show the need of the route.
-            if let Some(slot) = &mut held.terms.slot {
-                slot.succeeded = success;
+            if let Some(slot) = &held.terms.slot {
+                slot.answered(success);
             }
             self.may_release_claim(&held)
         };
@@ -986,13 +1011,17 @@ impl RequestPermit {
 }
 
 impl Admitted {
+    fn leave_turn(&self) {
+        self.turn.iter().for_each(Turn::leave);
+    }
+
     fn claim(&self) -> ByteSize {
         ByteSize::new(self.claim.load(Ordering::Relaxed))
     }
 
     /// Records that its reservation is not suspended any more.
     fn resumed(&self, held: &mut PermitState) {
-        (held.claimed, held.terms.enters, held.queued_until) = (None, None, None);
+        (held.claimed, held.queued_until) = (None, None);
         self.reserved_at.store(nanos(held.permit.state().last_tick()), Ordering::Relaxed);
         self.is_suspended.store(false, Ordering::Relaxed);
     }
@@ -1052,16 +1081,17 @@ impl Drop for WaitForCancel<'_> {
 /// in. It ends when dropped, also on a panic.
 struct TrialWork<'a> {
     permit: &'a RequestPermit,
+    /// The request may be suspended meanwhile.
+    slot: Option<Arc<SlowStartPermit>>,
     before: ByteSize,
 }
 
 impl<'a> TrialWork<'a> {
     #[cold]
     fn new(permit: &'a RequestPermit) -> Self {
-        if let Some(slot) = &permit.held().terms.slot {
-            slot.begins_work();
-        }
-        Self { permit, before: permit.0.memory().live }
+        let slot = permit.held().terms.slot.clone();
+        slot.iter().for_each(|slot| slot.begins_work());
+        Self { permit, slot, before: permit.0.memory().live }
     }
 }
 
@@ -1070,18 +1100,17 @@ impl Drop for TrialWork<'_> {
         let (live, admitted) = (self.permit.0.memory().live, self.permit.0.owner());
         // Growth within the claim takes no room from other requests.
         let more = live.saturating_sub(self.before.max(admitted.claim()));
-        if let Some(slot) = &self.permit.held().terms.slot {
-            slot.ends_work(more >= REPORTED_MIN);
-        }
+        self.slot.iter().for_each(|slot| slot.ends_work(more >= REPORTED_MIN));
     }
 }
 
 /// Reserves what work left allocated, also if it panicked.
-struct ReserveGuard<'a>(&'a RequestPermit);
+struct ReserveGuard<'a>(&'a RequestPermit, Option<&'a Turn>);
 
 impl Drop for ReserveGuard<'_> {
     #[inline]
     fn drop(&mut self) {
+        self.1.into_iter().for_each(Turn::ends_work);
         self.0.cover();
     }
 }
@@ -1135,15 +1164,14 @@ impl LargeRequest for WeakPermit {
         let admitted = permit.0.owner();
         let progress = admitted.progress.load(Ordering::Relaxed);
         let reserved_at = admitted.reserved_at.load(Ordering::Relaxed);
-        let slow_after = u64::try_from(SLOW_AFTER.as_nanos()).unwrap_or(u64::MAX);
+        let since = Duration::from_nanos(nanos(now).saturating_sub(reserved_at));
         let live = || permit.0.memory().live.saturating_add(WINDOW);
         let is_worth = |reserved, keep: ByteSize| reserved >= keep.saturating_add(REGISTERED_MIN);
         let reserved = ByteSize::new(admitted.covered.load(Ordering::Relaxed));
         if admitted.resumes.is_none()
-            || admitted.is_trial.load(Ordering::Relaxed)
             || progress == WORKS
             || admitted.is_suspended.load(Ordering::Relaxed)
-            || nanos(now).saturating_sub(reserved_at) < slow_after
+            || since < SLOW_AFTER
             || !is_worth(reserved, live())
         {
             return;
@@ -1164,6 +1192,11 @@ impl LargeRequest for WeakPermit {
             if admitted.progress.load(Ordering::SeqCst) == RECEIVES {
                 held.claimed = Some(reserved);
                 held.permit.suspend(keep);
+                // It enters the slow start again when its body has arrived.
+                held.permit.mark_learned();
+                admitted.is_trial.store(false, Ordering::Relaxed);
+                held.terms.slot = None;
+                admitted.leave_turn();
             } else {
                 admitted.is_suspended.store(false, Ordering::Relaxed);
             }
@@ -1218,12 +1251,27 @@ pub(super) fn enter_slow_start(
     need: &Compared,
     clock: &Arc<dyn Clock>,
     waiting: Option<&Waiting>,
-) -> Result<Option<Box<SlowStartPermit>>, Rejected> {
+) -> Result<Option<Arc<SlowStartPermit>>, Rejected> {
     let room = admission.ledger(Budget::Host).learned_room();
     need.enter(room.all, clock, admission.state().observes()).map_err(|running| {
         waiting.into_iter().for_each(Waiting::lacks_other);
         admission.state().slow_start(running)
     })
+}
+
+/// Enters the turn of a large request. If too many others have theirs, the request that waits here
+/// lacks no bytes, unless it `must` go on.
+pub(super) fn enter_turn(
+    turn: Option<&Turn>,
+    state: &'static AdmissionState,
+    waiting: Option<&Waiting>,
+    must: bool,
+) -> Result<(), Rejected> {
+    if turn.is_none_or(|turn| turn.enter(must || state.observes())) {
+        return Ok(());
+    }
+    waiting.into_iter().for_each(Waiting::lacks_turn);
+    Err(state.slow_start(0))
 }
 
 /// Adds to a counter, unless it would exceed `most`.
@@ -1242,7 +1290,7 @@ impl PermitState {
     }
 
     /// Enters the slow start of its route, if it starts suspended.
-    fn enter(&self, waiting: Option<&Waiting>) -> Result<Option<Box<SlowStartPermit>>, Rejected> {
+    fn enter(&self, waiting: Option<&Waiting>) -> Result<Option<Arc<SlowStartPermit>>, Rejected> {
         let (Some((admission, clock)), Some(need)) = (&self.terms.enters, &self.terms.need) else {
             return Ok(None);
         };

@@ -71,7 +71,7 @@ impl<T> Scoped<T> {
             result
         };
         match permit {
-            Some(permit) => permit.measure(work),
+            Some(permit) => permit.poll(work),
             None => work(),
         }
     }

@@ -217,6 +217,32 @@ fn clients_that_send_slowly_leave_their_room_to_others() {
     assert_eq!(bed.reserved(), ByteSize::ZERO);
 }
 
+/// The bug: uploads that arrived in seconds held the slots of their route's slow start, and all
+/// other uploads to it were rejected, among them slow ones that had arrived by then.
+#[test]
+fn a_slow_client_leaves_its_slot_of_the_slow_start_to_others() {
+    let bed = Bed::new();
+    let claim = |_: &Parts| Cost::host(CLAIM);
+    let layer = MemoryLayer::new(bed.memory.admission().clone(), claim);
+    let (slow_body, body) = (Fed::default(), Fed::default());
+    slow_body.arrives(1);
+    let mut slow = bed.upload_to(layer.clone(), &slow_body);
+    assert!(poll(&mut slow).is_pending());
+    body.arrives(1);
+    body.ends();
+    let mut other = bed.upload_to(layer, &body);
+    assert!(poll(&mut other).is_pending(), "one request of an unknown route runs");
+    slow_body.arrives(1);
+    for (name, call) in [("the other", &mut other), ("the slow one", &mut slow)] {
+        advance_until(&bed.clock, TICK, name, || match poll(call) {
+            Poll::Ready(answer) => answer.status() == StatusCode::OK,
+            Poll::Pending => false,
+        });
+        slow_body.ends();
+    }
+    assert_eq!(bed.stats().rejected, [0; 10]);
+}
+
 #[test]
 fn a_slow_body_keeps_its_reservation_while_no_other_waits() {
     let bed = Bed::new();

@@ -5,9 +5,10 @@ use std::convert::Infallible;
 use std::future::Future;
 use std::hint::black_box;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, RwLock};
 use std::task::{Context, Poll};
+use std::thread;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -112,6 +113,48 @@ fn a_request_that_does_not_fit_waits_unread_until_others_end() {
     assert_eq!(poll(&mut call), Poll::Ready(StatusCode::OK));
     let stats = bed.stats();
     assert_eq!((stats.waited_total, stats.rejected), (1, [0; 10]));
+}
+
+/// The bug: small requests waited for all large ones that fitted into memory, 80 ms in the mean.
+#[test]
+fn while_large_requests_compute_on_all_processors_further_ones_wait_and_small_ones_pass() {
+    let bed = Bed::new();
+    let layer = |claim| {
+        let flat = move |_: &http::request::Parts| Cost::host(claim);
+        MemoryLayer::new(bed.memory.admission().clone(), flat).without_slow_start()
+    };
+    let large = layer(SMALL);
+    let processors = thread::available_parallelism().map_or(1, usize::from);
+    let (computed, ends) = (RwLock::new(()), Counted::default());
+    let computing = computed.write().expect("not poisoned");
+    thread::scope(|scope| {
+        for _ in 0..processors {
+            let work = |_: Request<RequestBody<Counted>>| async {
+                drop(computed.read());
+                Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
+            };
+            let mut service = large.layer(service_fn(work));
+            scope.spawn(move || {
+                let request = Request::post("/").body(Counted::default()).expect("a valid head");
+                let mut call = Box::pin(service.call(request));
+                assert!(poll(&mut call).is_ready());
+            });
+        }
+        let mut late = None;
+        advance_until(&bed.clock, TICK, "a limit", || {
+            late = None;
+            let late = late.insert(call(&large, "/", ends.clone(), 0));
+            assert!(poll(late).is_pending());
+            bed.stats().waiting == 1
+        });
+        let mut small = call(&layer(ByteSize::kib(16)), "/", Counted::default(), 0);
+        assert!(poll(&mut small).is_pending(), "its handler waits once");
+        assert_eq!(poll(&mut small), Poll::Ready(StatusCode::OK));
+        drop(computing);
+        let late = late.as_mut().expect("it waits");
+        advance_until(&bed.clock, TICK, "its turn", || poll(late) == Poll::Ready(StatusCode::OK));
+    });
+    assert_eq!(bed.stats().rejected, [0; 10]);
 }
 
 #[test]

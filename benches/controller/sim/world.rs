@@ -466,7 +466,7 @@ pub(super) struct Request {
 struct Terms {
     need: Compared,
     claim: ByteSize,
-    slot: Option<Box<SlowStartPermit>>,
+    slot: Option<Arc<SlowStartPermit>>,
 }
 
 impl Terms {
@@ -482,10 +482,10 @@ impl Terms {
     }
 
     /// It was served.
-    fn ends(mut self, held: f64) {
+    fn ends(self, held: f64) {
         self.need.learn(bytes(held));
-        if let Some(slot) = &mut self.slot {
-            slot.succeeded = true;
+        if let Some(slot) = &self.slot {
+            slot.answered(true);
         }
     }
 }

@@ -29,7 +29,8 @@
 //! arrived, since a request holds less than it will while its body arrives. It starts again when a
 //! request grows beyond its claim. It does not count while a request is polled, since the memory of
 //! a poll is measured when the poll ends. If no body arrives, a step takes `ARRIVING` times as
-//! long; so a client that sends nothing cannot block a route forever.
+//! long; so a client that sends nothing cannot block a route forever. A request that is suspended
+//! because its client is slow leaves, and enters again when its body has arrived.
 //!
 //! Invariants: a claim from measurements is at most [`Room::limit`]; a mean is that of about the
 //! last `WINDOW` requests; at most `ROUTES_MAX` records, and one for all other routes; while slow
@@ -412,7 +413,7 @@ impl Compared {
         room: ByteSize,
         clock: &Arc<dyn Clock>,
         observes: bool,
-    ) -> Result<Option<Box<SlowStartPermit>>, u32> {
+    ) -> Result<Option<Arc<SlowStartPermit>>, u32> {
         let first = SlowStart::first(self.estimate, room);
         first.map_or(Ok(None), |first| self.enter_limited(first, clock, observes))
     }
@@ -422,7 +423,7 @@ impl Compared {
         first: u32,
         clock: &Arc<dyn Clock>,
         observes: bool,
-    ) -> Result<Option<Box<SlowStartPermit>>, u32> {
+    ) -> Result<Option<Arc<SlowStartPermit>>, u32> {
         let mut slow_start = lock(&self.need.slow_start);
         if slow_start.is_over() {
             return Ok(None);
@@ -433,15 +434,14 @@ impl Compared {
             entered => entered.is_err(),
         };
         let (slow_start, clock) = (Arc::clone(&self.need.slow_start), Arc::clone(clock));
-        let (has_begun, succeeded, has_left) = (false, false, false);
-        Ok(Some(Box::new(SlowStartPermit {
+        let (has_begun, succeeded) = (AtomicBool::new(false), AtomicBool::new(false));
+        Ok(Some(Arc::new(SlowStartPermit {
             slow_start,
             clock,
             entered,
             is_over_limit,
             has_begun,
             succeeded,
-            has_left,
         })))
     }
 }
@@ -577,8 +577,7 @@ fn steps(now: Moment, since: Moment, step: Duration) -> u32 {
     u32::try_from(steps).unwrap_or(STEPS).min(STEPS)
 }
 
-/// A large request of a route with unknown need; dropping it ends it. Boxed, because few requests
-/// have one.
+/// A large request of a route with unknown need; dropping it ends it.
 #[derive(Debug)]
 pub struct SlowStartPermit {
     slow_start: Arc<Mutex<SlowStart>>,
@@ -586,16 +585,14 @@ pub struct SlowStartPermit {
     entered: Moment,
     /// `true` if only observe mode admitted it.
     pub(crate) is_over_limit: bool,
-    has_begun: bool,
-    /// `true` if its handler succeeded.
-    pub succeeded: bool,
-    has_left: bool,
+    has_begun: AtomicBool,
+    succeeded: AtomicBool,
 }
 
 impl SlowStartPermit {
     /// Records that its request runs. Dropped before that, it leaves no trace.
-    pub fn begin(&mut self) {
-        self.has_begun = true;
+    pub fn begin(&self) {
+        self.has_begun.store(true, Ordering::Relaxed);
         lock(&self.slow_start).begin(self.entered);
     }
 
@@ -614,20 +611,20 @@ impl SlowStartPermit {
         lock(&self.slow_start).end_work(grew, self.clock.now());
     }
 
-    /// Ends it early, but for the work that still runs.
-    pub fn leave(&mut self) {
-        if !std::mem::replace(&mut self.has_left, true) {
-            lock(&self.slow_start).leave(self.succeeded, self.entered, self.clock.now());
-        }
+    /// Records that its handler succeeded, or that it failed.
+    pub fn answered(&self, success: bool) {
+        self.succeeded.store(success, Ordering::Relaxed);
     }
 }
 
 impl Drop for SlowStartPermit {
     fn drop(&mut self) {
-        if self.has_begun {
-            self.leave();
+        let mut slow_start = lock(&self.slow_start);
+        if self.has_begun.load(Ordering::Relaxed) {
+            let succeeded = self.succeeded.load(Ordering::Relaxed);
+            slow_start.leave(succeeded, self.entered, self.clock.now());
         } else {
-            lock(&self.slow_start).cancel();
+            slow_start.cancel();
         }
     }
 }
@@ -869,7 +866,7 @@ mod slow_start_tests {
         let enter = || need.enter(ByteSize::mib(64), &clock, false);
         let mut waited = 0;
         loop {
-            let mut one = enter().expect("none runs").expect("its need is not known");
+            let one = enter().expect("none runs").expect("its need is not known");
             one.begin();
             if enter().is_ok() {
                 break;

@@ -73,6 +73,7 @@ mod reclaimer;
 mod signal;
 mod state;
 mod tally;
+mod turns;
 mod unused;
 mod usage;
 mod waiting;
@@ -116,6 +117,7 @@ pub mod layer {
     pub use crate::maintenance::{REPORT_WINDOW, SHED_SHOWN, mean_weight};
     pub use crate::permit::Waiting;
     pub use crate::state::AdmissionState;
+    pub use crate::turns::Turn;
     pub use crate::usage::{NAME_MAX, Usage, Usages, shortened};
 }
 

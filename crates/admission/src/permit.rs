@@ -466,6 +466,11 @@ impl Waiting {
         self.state.queue.lacks(&self.id, lack);
     }
 
+    /// Records that it is not the turn of the request.
+    pub fn lacks_turn(&self) {
+        self.state.queue.lacks(&self.id, WaitReason::Turn);
+    }
+
     /// Records that the attempt failed before admission, for another reason than bytes: the request
     /// delays no others.
     pub fn lacks_other(&self) {

@@ -29,6 +29,7 @@ use super::ledger::{InsufficientBudget, Ledger, Reservation, ResourceHold};
 use super::permit::{Permit, Waiting};
 use super::pressure::Level;
 use super::tally::{AdmissionStats, BudgetCounts, STRIPES, Shard, ShardId, used};
+use super::turns::{Turn, Turns};
 use super::unused::PurgeablePages;
 use super::usage::Usages;
 use super::waiting::{PassError, WaitId, WaitQueue, WaitReason, WaitTerms};
@@ -73,6 +74,7 @@ pub struct AdmissionState {
     /// The same by tenant: at most 33.
     pub tenants: Usages,
     pub(super) queue: WaitQueue,
+    turns: Turns,
     pub(super) unused: PurgeablePages,
     /// Wakes the control loop.
     pub(super) bell: RwLock<Option<Arc<Bell>>>,
@@ -119,12 +121,11 @@ impl AdmissionState {
         state.routes.begin();
         state.tenants.begin();
         state.queue.begin();
+        state.turns.begin(std::thread::available_parallelism().map_or(1, usize::from));
         state.unused.begin();
         replace(&state.bell, None);
         state.lacked.store(u64::MAX, Ordering::Relaxed);
-        for tally in &state.tallies {
-            tally.begin();
-        }
+        state.tallies.iter().for_each(Shard::begin);
         state
     }
 
@@ -346,8 +347,13 @@ impl AdmissionState {
         let lacked = ByteSize::new(self.lacked.swap(u64::MAX, Ordering::Relaxed));
         let first = self.queue.lacking(|budget| budget == Budget::Host);
         let lacks = first.map_or(lacked, |(first, _)| first.host);
-        if lacks < ByteSize::MAX && !self.observes() {
-            let is_short = || self.host.room() < lacks && self.host.has_room_for_suspended();
+        let waits_for_turn = self.queue.lacks_any(WaitReason::Turn);
+        self.turns.adapt(waits_for_turn);
+        // Slow clients hold turns and slots of the slow start, too.
+        let is_held_up = waits_for_turn || self.queue.lacks_any(WaitReason::Other);
+        if (is_held_up || lacks < ByteSize::MAX) && !self.observes() {
+            let lacks_room = || is_held_up || self.host.room() < lacks;
+            let is_short = || lacks_room() && self.host.has_room_for_suspended();
             self.large.suspend_while(now, is_short);
         }
         self.wake_up_to(WOKEN_OTHERS_TICK);
@@ -660,6 +666,13 @@ impl AdmissionState {
     #[must_use]
     pub fn is_short(&self) -> bool {
         self.host.reserved() > self.host.allowance()
+    }
+
+    /// Returns the turn of a request that claims so much, which is not entered; `None` if it needs
+    /// none.
+    #[must_use]
+    pub fn turn(&'static self, claim: ByteSize) -> Option<Turn> {
+        self.turns.of(claim)
     }
 
     /// Returns the rejection of a request during the slow start of its route, of which so many run.

@@ -15,8 +15,8 @@
 //! passing. A request that was passed by a whole ledger of bytes comes first from then on. So does
 //! one that was admitted before and waits for more.
 //!
-//! Requests that wait for something else than bytes, such as the measurement of their route, hold
-//! up no other request.
+//! Requests that wait for something else than bytes, such as the measurement of their route or their
+//! turn among large requests, hold up no other request.
 //!
 //! Invariants: at most [`ENTRIES_MAX`] requests wait, and no more than may hold a sixteenth of the
 //! ceiling in their connections, and as many again that were admitted before; the requests that
@@ -76,6 +76,8 @@ pub(super) enum WaitReason {
     Bytes(Budget),
     /// Bytes of this budget, which evictions may free.
     Load(Budget),
+    /// Its turn among large requests.
+    Turn,
     /// Something else than bytes.
     Other,
 }
@@ -145,7 +147,7 @@ impl WaitingRequest {
     const fn lacks(&self) -> Option<Budget> {
         match self.lack {
             Some(WaitReason::Bytes(budget) | WaitReason::Load(budget)) => Some(budget),
-            Some(WaitReason::Other) | None => None,
+            Some(WaitReason::Turn | WaitReason::Other) | None => None,
         }
     }
 
@@ -245,6 +247,11 @@ impl WaitQueue {
         let mut costs = entries.list.iter().filter(|it| it.lacks().is_some_and(&of));
         let first = costs.next()?.terms.cost;
         Some((first, costs.fold(first, |sum, entry| sum.and(entry.terms.cost))))
+    }
+
+    /// Returns `true` if a request waits for this.
+    pub(super) fn lacks_any(&self, lack: WaitReason) -> bool {
+        !self.is_empty() && self.entries().list.iter().any(|it| it.lack == Some(lack))
     }
 
     /// Enters the queue. Returns `None` if it is full, or if a deadline could not pass.
@@ -426,6 +433,11 @@ impl WaitQueue {
                 if batch.is_full() {
                     return;
                 }
+            }
+            // In their order: a turn that has ended lets one begin.
+            let mut turns = entries.list.iter_mut().filter(|it| it.lack == Some(WaitReason::Turn));
+            if let Some(next) = turns.find(|it| !it.is_woken) {
+                batch.add(next);
             }
             while !batch.is_full() && others > 0 {
                 let waiting = entries.list.iter_mut();
