@@ -1118,10 +1118,14 @@ impl Drop for ReserveGuard<'_> {
 lowtide_admission::debug_as!(RequestPermit, |permit| reserved: permit.reserved(), memory: permit.memory());
 
 impl WeakPermit {
+    fn permit(&self) -> Option<RequestPermit> {
+        self.0.upgrade().map(RequestPermit)
+    }
+
     /// Subtracts a frame from the request, unless the request has ended. If this thread runs for
     /// the request, freeing the frame's block is measured; otherwise the block is subtracted here.
     pub(super) fn give_back(&self, bytes: ByteSize, is_lent: bool, block: ByteSize) {
-        let Some(permit) = self.0.upgrade().map(RequestPermit) else { return };
+        let Some(permit) = self.permit() else { return };
         if is_lent {
             permit.0.owner().lent.fetch_sub(bytes.get(), Ordering::Relaxed);
         }
@@ -1154,13 +1158,13 @@ impl LargeRequest for WeakPermit {
     }
 
     fn cancel(&self) {
-        if let Some(permit) = self.0.upgrade().map(RequestPermit) {
+        if let Some(permit) = self.permit() {
             permit.cancel(permit.0.owner().claim());
         }
     }
 
     fn suspend(&self, now: Moment) {
-        let Some(permit) = self.0.upgrade().map(RequestPermit) else { return };
+        let Some(permit) = self.permit() else { return };
         let admitted = permit.0.owner();
         let progress = admitted.progress.load(Ordering::Relaxed);
         let reserved_at = admitted.reserved_at.load(Ordering::Relaxed);
@@ -1211,7 +1215,7 @@ impl LargeRequest for WeakPermit {
     }
 
     fn check_time(&self, now: Moment) {
-        let Some(permit) = self.0.upgrade().map(RequestPermit) else { return };
+        let Some(permit) = self.permit() else { return };
         permit.tend_stream(now);
         let Some(limits) = permit.limits() else { return };
         limits.request().into_iter().for_each(|pace| pace.probe(now));

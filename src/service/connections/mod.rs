@@ -361,14 +361,13 @@ impl Connections {
         let is_stalled = |state: &ConnectionState| {
             is_short && state.is_stalled() && now - state.moved() > *grace
         };
-        let mut times: Vec<_> = table.open.iter().filter(|state| is_stalled(state)).collect();
-        times.sort_unstable_by_key(|state| state.moved());
-        let most = self.lacking(&stats).saturating_sub(table.closing).min(times.len());
-        let last = most.checked_sub(1).and_then(|last| times.get(last)).map(|state| state.moved());
-        let longest = |state: &mut Arc<ConnectionState>| {
-            is_stalled(state) && last.is_some_and(|last| state.moved() <= last)
-        };
-        let stalled: Vec<_> = table.open.extract_if(.., longest).collect();
+        let mut stalled: Vec<_> =
+            table.open.iter().filter(|state| is_stalled(state)).map(Arc::clone).collect();
+        stalled.sort_unstable_by_key(|state| state.moved());
+        stalled.truncate(self.lacking(&stats).saturating_sub(table.closing));
+        let is_kept =
+            |state: &Arc<ConnectionState>| !stalled.iter().any(|closed| Arc::ptr_eq(closed, state));
+        table.open.retain(is_kept);
         table.closing += overdue.len() + stalled.len();
         let has_closed = !(overdue.is_empty() && stalled.is_empty());
         let waiting = if has_closed { std::mem::take(&mut table.waiting) } else { Vec::new() };
