@@ -364,7 +364,7 @@ impl Connections {
         let mut stalled: Vec<_> =
             table.open.iter().filter(|state| is_stalled(state)).map(Arc::clone).collect();
         stalled.sort_unstable_by_key(|state| state.moved());
-        stalled.truncate(self.lacking(&stats).saturating_sub(table.closing));
+        stalled.truncate(self.lacking(&stats).saturating_sub(table.closing).max(1));
         let is_kept =
             |state: &Arc<ConnectionState>| !stalled.iter().any(|closed| Arc::ptr_eq(closed, state));
         table.open.retain(is_kept);
