@@ -115,7 +115,7 @@ impl ReclaimerStats {
 pub(super) struct Reclaimers {
     slots: Mutex<Vec<ReclaimerRecord>>,
     /// `true` if no memory is measured, so that a release makes no room.
-    is_useless: AtomicBool,
+    pub(super) is_useless: AtomicBool,
 }
 
 struct ReclaimerRecord {
@@ -171,16 +171,6 @@ impl Reclaimers {
         let slots = lock(&self.slots);
         let registered = slots.iter().filter_map(|slot| slot.current.as_ref());
         registered.map(|registered| registered.pace.next()).min()
-    }
-
-    /// Asks none from now on.
-    pub(super) fn disable(&self) {
-        self.is_useless.store(true, Ordering::Relaxed);
-    }
-
-    /// Returns the reclaimers that may be asked now. Calls functions of the application.
-    pub(super) fn idle(&self) -> Vec<Idle> {
-        self.all().iter().filter_map(Registered::idle).collect()
     }
 
     /// Removes a reclaimer unless another one has its name by now.
@@ -261,7 +251,7 @@ impl Registered {
     }
 
     /// Returns how it may be asked now.
-    fn idle(registered: &Arc<Self>) -> Option<Idle> {
+    pub(super) fn idle(registered: &Arc<Self>) -> Option<Idle> {
         if registered.pace.next() > registered.clock.now() {
             return None;
         }

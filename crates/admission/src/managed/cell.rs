@@ -230,14 +230,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let number = state.loads_begun;
         // The loader and its timeout start when there is room.
         let (thread, deadline, permit, waits_for_room) = (None, Moment::NEVER, None, false);
-        let loading = ResourcePhase::Loading(LoadInProgress {
-            number,
-            thread,
-            deadline,
-            permit,
-            waits_for_room,
-        });
-        let before = mem::replace(&mut state.phase, loading);
+        let loading = LoadInProgress { number, thread, deadline, permit, waits_for_room };
+        let before = mem::replace(&mut state.phase, ResourcePhase::Loading(loading));
         // The error of a loader may panic when it is dropped. The caller has a load to begin.
         let _ = caught(|| drop(before));
         Ok(CallerStep::Load(number, cost))
@@ -278,25 +272,20 @@ impl<T: Send + Sync + 'static> Cell<T> {
         self.end_load(number, loaded, self.clock.now() - start);
     }
 
-    /// Records that the loader has returned, so that the load no longer times out. Returns `true`
-    /// if the value is still wanted.
-    fn has_returned(&self, number: u64) -> bool {
-        // In a child that the loader forked nothing is cleaned up.
-        let Some(mut state) = self.here() else { return true };
-        let Some(loading) = state.loading(number) else { return false };
-        loading.deadline = Moment::NEVER;
-        true
-    }
-
-    /// Passes on what the loader returned, or cleans it up if the load was given up.
+    /// Passes on what the loader returned, and lets the load no longer time out; or cleans it up if
+    /// the load was given up.
     fn loader_returned(
         &self,
         number: u64,
         loaded: Result<T, LoadFailure>,
     ) -> Result<T, LoadFailure> {
-        if self.has_returned(number) {
+        // In a child that the loader forked nothing is cleaned up.
+        let Some(mut state) = self.here() else { return loaded };
+        if let Some(loading) = state.loading(number) {
+            loading.deadline = Moment::NEVER;
             return loaded;
         }
+        drop(state);
         if let Ok(value) = loaded
             && self.parts.clean_up(value).is_err()
         {
@@ -354,15 +343,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             match failure {
                 None => {
                     let Cost { host, device, .. } = measured.unwrap_or_default();
-                    log!(
-                        info,
-                        target: "lowtide",
-                        resource,
-                        %took,
-                        %host,
-                        %device,
-                        "resource loaded"
-                    );
+                    log!(info, target: "lowtide", resource, %took, %host, %device, "resource loaded");
                 }
                 Some(error) => log!(warn, target: "lowtide", resource, %took, error, "load failed"),
             }
@@ -438,7 +419,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
                 if Self::unload_elsewhere(cell) {
                     deadline = deadline.max(cell.clock.now() + CLEAN_UP_MIN);
                 }
-            } else if cell.unload_if(reason, None) {
+            } else if cell.unload_if(reason, None).is_some() {
                 break Ok(true);
             }
             cell.check_here()?;
@@ -468,35 +449,33 @@ impl<T: Send + Sync + 'static> Cell<T> {
     /// `true` if it does.
     fn unload_elsewhere(cell: &Arc<Self>) -> bool {
         let Some(loaded) = lock(&cell.state).take() else { return false };
-        let loaded = Arc::new(Mutex::new(Some(loaded)));
-        let (unloading, taken) = (Arc::clone(cell), Arc::clone(&loaded));
-        let take_apart = |cell: &Self, loaded: &Mutex<Option<Loaded<T>>>| {
-            let loaded = lock(loaded).take();
-            let apart = |loaded| cell.take_apart(loaded, UnloadReason::Shutdown, None);
-            drop(loaded.and_then(apart));
+        let (cell, loaded) = (Arc::clone(cell), Arc::new(Mutex::new(Some(loaded))));
+        let take_apart = move || {
+            let loaded = lock(&loaded).take();
+            drop(loaded.map(|loaded| cell.take_apart(loaded, UnloadReason::Shutdown, None)));
         };
         let thread = thread::Builder::new().name("lowtide-unload".to_owned());
-        if thread.spawn(move || take_apart(&unloading, &taken)).is_err() {
-            take_apart(cell, &loaded);
+        if thread.spawn(take_apart.clone()).is_err() {
+            take_apart();
         }
         true
     }
 
     /// Cleans up outside the lock, releases the reservation unless it is an eviction, which
-    /// returns it, then allows new loads.
+    /// returns it, then allows new loads. Returns what was released, as far as it is measured.
     fn take_apart(
         &self,
         (value, mut permit): Loaded<T>,
         reason: UnloadReason,
         cause: Option<&Arc<str>>,
-    ) -> Option<Permit> {
+    ) -> (Cost, Option<Permit>) {
         let start = self.clock.now();
         // The program's own code: it may close an arena, for example, which waits for the device.
         let own = foreground();
         let recovered = self.parts.take_apart(value);
         drop(own);
         if !self.birth.is_here() {
-            return None; // the clean-up forked, and this is the child
+            return (Cost::ZERO, None); // the clean-up forked, and this is the child
         }
         // Only after the cleanup: its bytes stay reserved until they are released.
         permit = permit.filter(|_| cause.is_some());
@@ -504,7 +483,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let mut state = lock(&self.state);
         debug_assert!(matches!(state.phase, ResourcePhase::Unloading) && state.guards == 0);
         state.phase = ResourcePhase::Empty;
-        state.stats.count_unload(reason);
+        state.stats.unloads[reason as usize] += 1;
         state.stats.unload_panics_total += u64::from(recovered.is_err());
         let recovered = recovered.ok().flatten().unwrap_or_default();
         state.stats.recovered_total =
@@ -519,22 +498,12 @@ impl<T: Send + Sync + 'static> Cell<T> {
         self.wake_all(state);
         if logs {
             let resource = &*self.parts.name;
-            let (host, device) = (recovered.host, recovered.device);
-            let cause = cause.map(tracing::field::display);
-            let reason = reason.name();
-            log!(
-                info,
-                target: "lowtide",
-                resource,
-                reason,
-                %host,
-                %device,
-                took = %short(took),
-                cause,
-                "resource unloaded"
-            );
+            let (Cost { host, device }, took) = (recovered, short(took));
+            let (cause, reason) = (cause.map(tracing::field::display), reason.name());
+            log!(info, target: "lowtide", resource, reason, %host, %device, %took, cause,
+                "resource unloaded");
         }
-        permit
+        (recovered, permit)
     }
 
     /// Returns the state; `None` in a forked child, where another thread may have held the lock.
@@ -572,10 +541,8 @@ impl<T: Send + Sync + 'static> AnyResource for Cell<T> {
         }
     }
 
-    fn unload_if(&self, reason: UnloadReason, due: Option<Moment>) -> bool {
-        if !self.birth.is_here() {
-            return false;
-        }
+    fn unload_if(&self, reason: UnloadReason, due: Option<Moment>) -> Option<Cost> {
+        self.check_here().ok()?;
         if let Some(now) = due {
             self.give_up_hung_load(now);
         }
@@ -583,21 +550,20 @@ impl<T: Send + Sync + 'static> AnyResource for Cell<T> {
         if let Some(now) = due {
             let due = self.due(&state);
             if due == Moment::NEVER || now < due {
-                return false;
+                return None;
             }
         }
         // A waiter is about to use it. Idleness checks this in `due`; other reasons ignore it.
         if reason == UnloadReason::Pressure {
             let stays_until = state.loaded_at + self.parts.min_residency;
             if state.waiting > 0 || self.clock.now() < stays_until {
-                return false;
+                return None;
             }
         }
         let reason = if state.closed { UnloadReason::Shutdown } else { reason };
-        let Some(loaded) = state.take() else { return false };
+        let loaded = state.take()?;
         drop(state);
-        drop(self.take_apart(loaded, reason, None));
-        true
+        Some(self.take_apart(loaded, reason, None).0)
     }
 
     fn close(self: Arc<Self>, wait: Duration) -> Result<(), ResourceError> {
@@ -645,18 +611,6 @@ impl<T: Send + Sync + 'static> AnyResource for Cell<T> {
             is_divisible: false,
             resource: Arc::clone(&self) as Arc<dyn Claimable>,
         })
-    }
-
-    fn evictable(&self) -> Cost {
-        let Some(state) = self.here() else { return Cost::ZERO };
-        match &state.phase {
-            ResourcePhase::Ready { permit: Some(permit), .. }
-                if self.evictable_from(&state).is_some() =>
-            {
-                permit.cost()
-            }
-            _ => Cost::ZERO,
-        }
     }
 }
 

@@ -192,13 +192,13 @@ impl<T: Send + Sync + 'static> Managed<T> {
     /// Unloads the resource on the calling thread if it is due, and returns `true` if it did. Also
     /// gives up a load that has timed out.
     pub fn unload_if_due(&self, now: Moment) -> bool {
-        self.cell.unload_if(UnloadReason::Idle, Some(now))
+        self.cell.unload_if(UnloadReason::Idle, Some(now)).is_some()
     }
 
     /// Unloads the resource on the calling thread if it has no guards, and returns `true` if it
     /// did. For pressure only after its minimum residency.
     pub fn unload(&self, reason: UnloadReason) -> bool {
-        self.cell.unload_if(reason, None)
+        self.cell.unload_if(reason, None).is_some()
     }
 
     /// Closes the resource permanently and waits until it is unloaded.

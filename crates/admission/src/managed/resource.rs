@@ -104,12 +104,6 @@ impl ResourceStats {
     pub fn unloads_total(&self, reason: UnloadReason) -> u64 {
         self.unloads.get(reason as usize).copied().unwrap_or(0)
     }
-
-    pub(super) fn count_unload(&mut self, reason: UnloadReason) {
-        if let Some(count) = self.unloads.get_mut(reason as usize) {
-            *count += 1;
-        }
-    }
 }
 
 /// A resource of any type. See the methods of [`Managed`](super::Managed) of the same names.
@@ -119,29 +113,30 @@ pub(crate) trait AnyResource: Send + Sync {
     fn next_due(&self) -> Moment;
 
     /// Unloads the resource on the calling thread if it has no guards and the reason allows it, and
-    /// if it is due at that time. Returns `true` if it did.
-    fn unload_if(&self, reason: UnloadReason, due: Option<Moment>) -> bool;
+    /// if it is due at that time. Returns what that released, as far as it is measured, if it did.
+    fn unload_if(&self, reason: UnloadReason, due: Option<Moment>) -> Option<Cost>;
 
     fn close(self: Arc<Self>, wait: Duration) -> Result<(), ResourceError>;
 
     fn stats(&self) -> ResourceStats;
 
     /// Returns how it may be evicted, now or after its minimum residency, if it is loaded,
-    /// reserved, not in use and not waited for.
+    /// reserved, not in use and not waited for. Does not allocate.
     fn idle(self: Arc<Self>) -> Option<Idle>;
-
-    /// Returns its reservation if it may be evicted, now or after its minimum residency; else zero.
-    /// Does not allocate.
-    fn evictable(&self) -> Cost;
 }
 
 /// The registry of a service's resources. Cheap to clone; all clones share one list. In a forked
 /// child it is empty, and none can be added.
 #[derive(Clone)]
 pub struct Resources {
-    list: Arc<Mutex<Vec<Arc<dyn AnyResource>>>>,
-    reclaimers: Arc<Reclaimers>,
+    members: Arc<Members>,
     birth: Birth,
+}
+
+#[derive(Default)]
+struct Members {
+    resources: Mutex<Vec<Arc<dyn AnyResource>>>,
+    reclaimers: Arc<Reclaimers>,
 }
 
 impl Resources {
@@ -151,7 +146,7 @@ impl Resources {
     /// Creates an empty registry.
     #[must_use]
     pub fn new() -> Self {
-        Self { list: Arc::default(), reclaimers: Arc::default(), birth: Birth::now() }
+        Self { members: Arc::default(), birth: Birth::now() }
     }
 
     /// Adds a resource of any type.
@@ -159,7 +154,7 @@ impl Resources {
         if !self.birth.is_here() {
             return Err(ResourceError::Forked { name: resource.name().into() });
         }
-        let mut list = lock(&self.list);
+        let mut list = lock(&self.members.resources);
         if list.len() >= Self::MAX {
             return Err(ResourceError::TooMany { name: resource.name().into(), max: Self::MAX });
         }
@@ -185,20 +180,20 @@ impl Resources {
             return Err(ResourceError::Forked { name: reclaimable.name });
         }
         let state = admission.state();
-        let added = Reclaimers::add(&self.reclaimers, reclaimable, state, clock)?;
+        let added = Reclaimers::add(&self.members.reclaimers, reclaimable, state, clock)?;
         state.has_reclaimers.store(true, Ordering::Relaxed);
         Ok(added)
     }
 
     /// Asks no reclaimer, for an admission that measures no memory: a release would make no room.
     pub fn disable_reclaimers(&self) {
-        self.reclaimers.disable();
+        self.members.reclaimers.is_useless.store(true, Ordering::Relaxed);
     }
 
     /// Returns the counters of the reclaimers, removed ones included; none in a forked child.
     #[must_use]
     pub fn reclaimer_stats(&self) -> Vec<ReclaimerStats> {
-        if self.birth.is_here() { self.reclaimers.stats() } else { Vec::new() }
+        if self.birth.is_here() { self.members.reclaimers.stats() } else { Vec::new() }
     }
 
     /// Returns the number of unloads and of calls of reclaimers.
@@ -213,7 +208,7 @@ impl Resources {
 
     /// Returns the list, unless this is a forked child.
     fn here(&self) -> Option<MutexGuard<'_, Vec<Arc<dyn AnyResource>>>> {
-        self.birth.is_here().then(|| lock(&self.list))
+        self.birth.is_here().then(|| lock(&self.members.resources))
     }
 
     /// Returns the state and counters of all resources, in the order in which they were added.
@@ -227,7 +222,7 @@ impl Resources {
     #[must_use]
     pub fn unload(&self, name: &str, reason: UnloadReason) -> bool {
         let named = self.all().into_iter().find(|resource| resource.name() == name);
-        named.is_some_and(|resource| resource.unload_if(reason, None))
+        named.is_some_and(|resource| resource.unload_if(reason, None).is_some())
     }
 
     /// Closes all resources permanently, one after the other, and waits until each is unloaded, at
@@ -252,14 +247,15 @@ impl Resources {
     /// Returns the reservations of resources that may be evicted, now or after their minimum
     /// residency. Does not allocate; checks each resource.
     pub(crate) fn evictable(&self) -> Cost {
-        let sum = |sum: Cost, it: &Arc<dyn AnyResource>| sum.and(it.evictable());
-        self.here().map_or(Cost::ZERO, |list| list.iter().fold(Cost::ZERO, sum))
+        let Some(list) = self.here() else { return Cost::ZERO };
+        let idle = list.iter().filter_map(|it| Arc::clone(it).idle());
+        idle.fold(Cost::ZERO, |sum, idle| sum.and(idle.cost))
     }
 
     /// Unloads the resources that are due, on the calling thread, and returns their number.
     pub fn unload_due(&self, now: Moment) -> usize {
-        let is_due = |it: &&Arc<dyn AnyResource>| it.unload_if(UnloadReason::Idle, Some(now));
-        self.all().iter().filter(is_due).count()
+        let unload = |it: &Arc<dyn AnyResource>| it.unload_if(UnloadReason::Idle, Some(now));
+        self.all().iter().filter_map(unload).count()
     }
 
     /// Lets `admission` evict idle resources of this registry if a load or a request does not fit.
@@ -288,11 +284,7 @@ impl Resources {
         clock: Arc<dyn Clock>,
         after: impl Fn() + Send + Sync + 'static,
     ) {
-        let pool = WeakResources {
-            list: Arc::downgrade(&self.list),
-            reclaimers: Arc::downgrade(&self.reclaimers),
-            birth: self.birth,
-        };
+        let pool = Arc::downgrade(&self.members);
         let evictor = Evictor::new(Box::new(pool), clock, Box::new(after));
         replace(&admission.state().evictor, Some(Arc::new(evictor)));
     }
@@ -327,26 +319,20 @@ impl fmt::Debug for Resources {
     }
 }
 
-/// A registry that is not kept alive.
-struct WeakResources {
-    list: Weak<Mutex<Vec<Arc<dyn AnyResource>>>>,
-    reclaimers: Weak<Reclaimers>,
-    birth: Birth,
-}
-
-impl EvictionSource for WeakResources {
+/// Not kept alive, and not asked in a forked child.
+impl EvictionSource for Weak<Members> {
     fn idle(&self) -> Vec<Idle> {
-        let Some(list) = self.list.upgrade() else { return Vec::new() };
-        let all = if self.birth.is_here() { lock(&list).clone() } else { Vec::new() };
+        let all = self.upgrade().map_or_else(Vec::new, |members| lock(&members.resources).clone());
         all.into_iter().filter_map(|resource| resource.idle()).collect()
     }
 
     fn next_ask(&self) -> Option<Moment> {
-        self.reclaimers.upgrade()?.next_ask()
+        self.upgrade()?.reclaimers.next_ask()
     }
 
     fn reclaimers(&self) -> Vec<Idle> {
-        self.reclaimers.upgrade().map_or_else(Vec::new, |reclaimers| reclaimers.idle())
+        let all = self.upgrade().map_or_else(Vec::new, |members| members.reclaimers.all());
+        all.iter().filter_map(Registered::idle).collect()
     }
 }
 
@@ -358,26 +344,6 @@ type ReleaseFn<'a> = Box<dyn FnOnce(ByteSize) -> ByteSize + 'a>;
 struct IdleResources {
     resources: Resources,
     budget: Budget,
-}
-
-impl IdleResources {
-    /// Returns the bytes that it holds: the measured ones, or the declared cost if that is more.
-    fn bytes(&self, stats: &ResourceStats) -> ByteSize {
-        stats.cost.of(self.budget).max(stats.measured.unwrap_or_default().of(self.budget))
-    }
-
-    /// Returns the bytes that an unload released: the measured ones, or else the reservation.
-    fn given_back(&self, before: &ResourceStats, after: &ResourceStats) -> ByteSize {
-        let total = |stats: &ResourceStats| stats.recovered_total.of(self.budget);
-        let measured = total(after).saturating_sub(total(before));
-        if measured.is_zero() { self.bytes(before) } else { measured }
-    }
-
-    /// Returns the reclaimers, which release host memory.
-    fn reclaimers(&self) -> Vec<Arc<Registered>> {
-        let has = self.budget == Budget::Host && self.resources.birth.is_here();
-        if has { self.resources.reclaimers.all() } else { Vec::new() }
-    }
 }
 
 impl Reclaim for IdleResources {
@@ -406,25 +372,26 @@ impl IdleResources {
     /// Asks reclaimers, and unloads idle resources for this reason, until these bytes are
     /// recovered. Returns the bytes recovered.
     fn release(&self, bytes: ByteSize, reason: UnloadReason) -> ByteSize {
-        let score_of =
-            |stats: &ResourceStats| score(self.bytes(stats), stats.use_interval, stats.load_time);
-        let idle = self.resources.all().into_iter().filter_map(|resource| {
-            let stats = resource.stats();
-            let is_idle = stats.loaded && stats.guards == 0 && !self.bytes(&stats).is_zero();
-            let unload = move |stats: ResourceStats| -> ReleaseFn<'_> {
-                Box::new(move |_| match resource.unload_if(reason, None) {
-                    true => self.given_back(&stats, &resource.stats()),
-                    false => ByteSize::ZERO,
-                })
+        let mut sources: Vec<(f64, ReleaseFn<'_>)> = Vec::new();
+        if self.budget == Budget::Host && self.resources.birth.is_here() {
+            let ask = |it: Arc<Registered>| -> (f64, ReleaseFn<'_>) {
+                (it.score(), Box::new(move |wanted| it.ask_elsewhere(wanted)))
             };
-            is_idle.then(|| (score_of(&stats), unload(stats)))
-        });
-        let reclaimers = self.reclaimers().into_iter().map(|it| {
-            let score = it.score();
-            let ask: ReleaseFn<'_> = Box::new(move |wanted| it.ask_elsewhere(wanted));
-            (score, ask)
-        });
-        let mut sources: Vec<_> = reclaimers.chain(idle).collect();
+            sources.extend(self.resources.members.reclaimers.all().into_iter().map(ask));
+        }
+        for resource in self.resources.all() {
+            let stats = resource.stats();
+            let [cost, measured] = [stats.cost, stats.measured.unwrap_or_default()];
+            let held = cost.of(self.budget).max(measured.of(self.budget));
+            if stats.loaded && stats.guards == 0 && !held.is_zero() {
+                let unload = move |_| match resource.unload_if(reason, None)?.of(self.budget) {
+                    ByteSize::ZERO => Some(held),
+                    measured => Some(measured),
+                };
+                let score = score(held, stats.use_interval, stats.load_time);
+                sources.push((score, Box::new(move |wanted| unload(wanted).unwrap_or_default())));
+            }
+        }
         sources.sort_by(|(one, _), (other, _)| other.total_cmp(one));
         let mut recovered = ByteSize::ZERO;
         for (_, release) in sources {

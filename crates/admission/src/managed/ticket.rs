@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker, ready};
 
 use lowtide_core::clock::{Bell, Moment};
-use lowtide_core::sync::{caught, lock};
+use lowtide_core::sync::{MutexGuard, caught, lock};
 
 use crate::cost::{Cost, Rejected};
 use crate::permit::Waiting;
@@ -107,11 +107,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
                 }
             }
         };
-        let replaced = self.leave(&mut state);
-        drop(state);
-        if let Some(room) = self.room.take() {
-            cell.abandon(room.number, lock(&cell.state)); // it was closed meanwhile
-        }
+        let replaced = self.leave(&cell, state);
         // A panic in it must not lose the guard that is already counted.
         let _ = caught(|| drop((replaced, waker)));
         Poll::Ready(found)
@@ -172,10 +168,16 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         state.wakers.insert(key, waker?)
     }
 
-    fn leave(&mut self, state: &mut CellState<T>) -> Option<Waker> {
+    /// Waits no longer, and leaves a load that waits for room to another waiter.
+    fn leave(&mut self, cell: &Cell<T>, mut state: MutexGuard<'_, CellState<T>>) -> Option<Waker> {
         let (key, _) = self.waits.take()?;
         state.waiting -= 1;
-        state.wakers.remove(&key)
+        let waker = state.wakers.remove(&key);
+        drop(state);
+        if let Some(room) = self.room.take() {
+            cell.abandon(room.number, lock(&cell.state));
+        }
+        waker
     }
 }
 
@@ -185,12 +187,6 @@ impl<T: Send + Sync + 'static> Drop for Ticket<T> {
             return;
         }
         let cell = Arc::clone(&self.cell);
-        if let Some(room) = self.room.take() {
-            // Another waiter takes it over.
-            cell.abandon(room.number, lock(&cell.state));
-        }
-        let mut state = lock(&cell.state);
-        let _left = self.leave(&mut state);
-        drop(state);
+        let _left = self.leave(&cell, lock(&cell.state));
     }
 }

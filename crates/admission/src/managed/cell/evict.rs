@@ -164,7 +164,7 @@ impl<T: Send + Sync + 'static> EvictionClaim for ResourceClaim<T> {
     }
 
     fn unload(mut self: Box<Self>, cause: &Arc<str>) -> Option<Permit> {
-        self.cell.take_apart(self.loaded.take()?, UnloadReason::Eviction, Some(cause))
+        self.cell.take_apart(self.loaded.take()?, UnloadReason::Eviction, Some(cause)).1
     }
 }
 
