@@ -16,6 +16,13 @@
 //! It relies on resources that can be claimed ([`Claimable`]): not in use, not waited for, and past
 //! their minimum residency. It knows neither their types nor their registry.
 //!
+//! An eviction for a request costs a reload, and most requests end sooner than that takes. So below
+//! level high, a request that fits once the others have ended evicts only resources that are seldom
+//! used ([`Idle::used_for`]) and of whose bytes it lacks an eighth or more; after a wait of
+//! [`PATIENCE`](super::waiting::PATIENCE), also those whose loads have paid off
+//! ([`Idle::loaded_for`]). One that would not fit even then evicts those at once, and all after the
+//! wait.
+//!
 //! Invariants: the claimed resources make enough room together with the free room, otherwise
 //! nothing is claimed; a claimed resource is unloaded or put back; bytes of an unload that has not
 //! ended are reserved. Bytes of a reclaimer are never reserved or handed over: they are room when a
@@ -27,7 +34,7 @@
 use std::fmt;
 use std::io;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
 
@@ -37,8 +44,9 @@ use lowtide_core::fork::Birth;
 use lowtide_core::sync::{Mutex, caught, lock};
 
 use super::cost::{Budget, Cost};
-use super::ledger::Reservation;
+use super::ledger::{InsufficientBudget, Reservation};
 use super::permit::Permit;
+use super::pressure::Level;
 use super::reclaim::{PAUSE_MIN, elsewhere};
 use super::state::AdmissionState;
 
@@ -54,6 +62,9 @@ const CHOICES_MAX: usize = 8;
 const ROUND_MAX: Duration = Duration::from_secs(1);
 /// The time that a load waits for a sample to find memory freed: two ticks of an idle service.
 const OBSERVED_MAX: Duration = Duration::from_millis(500);
+/// A request that fits once others have ended and lacks a smaller part of what unloads would release
+/// waits before they begin. A guess.
+const LACK_PART: f64 = 0.125;
 /// The ticks after a round before the next one: the second has sampled what the round released.
 const TICKS_OBSERVED: u64 = 2;
 /// The bytes that a reclaimer is asked for in addition: reservations are rounded, and memory is
@@ -84,14 +95,13 @@ impl fmt::Display for Requester {
     }
 }
 
-/// Describes the reason for an eviction, with the figures of now.
-fn cause(requester: &Requester, admission: &AdmissionState, cost: Cost) -> Arc<str> {
-    // The rule that decided: a resource is not multiplied by the correction factor.
-    let host_fits = match requester {
-        Requester::Load(_) => admission.host.fits_resource(cost.host, ByteSize::ZERO),
-        _ => admission.host.fits(cost.host, ByteSize::ZERO),
-    };
-    let budget = if host_fits && !cost.device.is_zero() { Budget::Device } else { Budget::Host };
+/// Describes the reason for an eviction, with the figures of now for the budget that lacks room.
+fn cause(
+    requester: &Requester,
+    admission: &AdmissionState,
+    cost: Cost,
+    budget: Budget,
+) -> Arc<str> {
     let (ledger, needed) = (admission.ledger(budget), cost.of(budget));
     let (reserved, allowance) = (ledger.reserved_bytes(), ledger.allowance_bytes());
     format!(
@@ -125,6 +135,10 @@ pub(crate) struct Idle {
     pub(super) cost: Cost,
     /// The remaining minimum residency.
     pub(super) stays_for: Duration,
+    /// The time until its load has paid off: its break-even interval, counted from the load.
+    pub(super) loaded_for: Duration,
+    /// Zero if that is over, and its uses are at least the break-even interval apart.
+    pub(super) used_for: Duration,
     /// The duration of its last unload.
     pub(super) unload_time: Duration,
     /// The larger, the sooner it is unloaded.
@@ -145,6 +159,17 @@ pub(super) trait EvictionSource: Send + Sync {
 
     /// Returns the reclaimers that may be asked now. Calls functions of the application.
     fn reclaimers(&self) -> Vec<Idle>;
+}
+
+/// How a request weighs its wait against the reload of a resource.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Patience {
+    /// It can wait for other requests to end.
+    Waits,
+    /// It has waited for [`PATIENCE`](super::waiting::PATIENCE).
+    HasWaited,
+    /// It evicts what is idle: a load, a request that was admitted and grows, or at level high.
+    None,
 }
 
 /// When a request that does not fit should retry.
@@ -168,7 +193,8 @@ pub(super) struct Evictor {
     birth: Birth,
     /// Serialises the choices.
     choosing: Mutex<()>,
-    coming: Mutex<Vec<Arc<PendingFree>>>,
+    /// Counted while they are held elsewhere.
+    coming: Mutex<Vec<Weak<PendingFree>>>,
     rounds: Mutex<Rounds>,
 }
 
@@ -209,6 +235,7 @@ impl Evictor {
         admission: &'static AdmissionState,
         cost: Cost,
         label: Option<&dyn fmt::Display>,
+        patience: Patience,
     ) -> RetryHint {
         if !self.birth.is_here() {
             return RetryHint::Unknown;
@@ -221,10 +248,12 @@ impl Evictor {
         if let Some(rest) = self.ask_for_request(admission, cost, &requester) {
             return RetryHint::Unloading(rest);
         }
-        match self.claim(admission, cost, &requester, false) {
-            // Room became free. Nothing runs on this thread, which may belong to an async runtime.
-            Ok(step) if step.cause.is_none() => RetryHint::Unloading(self.coming().1),
-            Ok(step) if step.start().is_ok() => RetryHint::Unloading(step.takes),
+        match self.claim(admission, cost, &requester, false, patience) {
+            // Without a cause room became free. Nothing runs on this thread, which may belong to an
+            // async runtime.
+            Ok(step) if step.cause.is_none() || step.start().is_ok() => {
+                RetryHint::Unloading(self.coming().1)
+            }
             Err(Some(stays)) => RetryHint::Resident(stays),
             Ok(_) | Err(None) => RetryHint::Unknown,
         }
@@ -245,13 +274,12 @@ impl Evictor {
         if !self.birth.is_here() {
             return Err(None);
         }
-        let may_ask = || self.turn(&lock(&self.rounds)).is_some();
-        if asks && may_ask() {
+        if asks && self.turn(&lock(&self.rounds)).is_some() {
             let (evictor, resource) = (Arc::clone(self), Arc::clone(resource));
             return Ok(Eviction::Asks { admission, evictor, cost, resource });
         }
-        let requester = Requester::Load(Arc::clone(resource));
-        self.claim(admission, cost, &requester, false).map(Eviction::Unloads)
+        let load = Requester::Load(Arc::clone(resource));
+        self.claim(admission, cost, &load, false, Patience::None).map(Eviction::Unloads)
     }
 
     /// Returns `true` if reclaimers of the application are registered.
@@ -374,7 +402,13 @@ impl Evictor {
         requester: &Requester,
     ) -> bool {
         let deadline = self.clock.now() + ROUND_MAX;
-        let Ok(step) = self.claim(admission, cost, requester, true) else { return false };
+        let patience = match requester {
+            Requester::Load(_) => Patience::None,
+            _ if admission.queue.overdue() == Some(cost) => Patience::HasWaited,
+            _ => Patience::Waits,
+        };
+        let step = self.claim(admission, cost, requester, true, patience);
+        let Ok(step) = step else { return false };
         let has_begun = step.cause.is_some() && step.start().is_ok();
         if has_begun {
             step.wait(deadline);
@@ -443,8 +477,10 @@ impl Evictor {
         cost: Cost,
         requester: &Requester,
         asks: bool,
+        patience: Patience,
     ) -> Result<Arc<UnloadStep>, Option<Duration>> {
         let is_load = matches!(requester, Requester::Load(_));
+        let patience = if admission.level() < Level::High { patience } else { Patience::None };
         let waiting = if is_load || !asks { None } else { admission.queue.lacking(|_| true) };
         let all = waiting.map_or(Cost::ZERO, |(_, all)| all);
         let all = Cost { host: all.host.max(cost.host), device: all.device.max(cost.device) };
@@ -462,7 +498,24 @@ impl Evictor {
             idle.extend(self.pool.idle());
             handles.extend(idle.iter().map(|idle| Arc::clone(&idle.resource)));
             idle.retain(|idle| std::ptr::eq(idle.admission, admission));
+            let fits_later = fits_later(admission, cost);
+            for idle in &mut idle {
+                let keeps = match patience {
+                    Patience::Waits if fits_later => idle.used_for,
+                    Patience::Waits => idle.loaded_for,
+                    Patience::HasWaited if fits_later => idle.loaded_for,
+                    Patience::HasWaited | Patience::None => Duration::ZERO,
+                };
+                idle.stays_for = idle.stays_for.max(keeps);
+            }
             let mut chosen = choose(idle, |freed| fits(cost, freed))?;
+            let waits = fits_later && patience == Patience::Waits;
+            if waits && fits(cost, chosen.iter().fold(Cost::ZERO, add_part)) {
+                chosen.retain(|idle| idle.is_divisible);
+                if chosen.is_empty() && !fits(cost, Cost::ZERO) {
+                    return Err(None);
+                }
+            }
             if asks {
                 divide(&mut chosen, |freed| fits(all, freed));
                 chosen.retain(|idle| !is_load || idle.is_divisible);
@@ -472,7 +525,9 @@ impl Evictor {
             let claimed = |idle: Idle| idle.resource.claim(idle.cost.host);
             let claims: Vec<_> = chosen.into_iter().map_while(claimed).collect();
             let freed = claims.iter().fold(Cost::ZERO, |sum, claimed| sum.and(claimed.cost()));
-            let cause = (!claims.is_empty()).then(|| cause(requester, admission, cost));
+            let is_device = !cost.device.is_zero() && fits(Cost::host(cost.host), Cost::ZERO);
+            let budget = if is_device { Budget::Device } else { Budget::Host };
+            let cause = (!claims.is_empty()).then(|| cause(requester, admission, cost, budget));
             let is_whole = claims.len() == count;
             let owed = if !is_whole {
                 None
@@ -486,7 +541,7 @@ impl Evictor {
             let freed = Vec::with_capacity(count);
             let state = UnloadsState { claims, unloading: count, freed, owed, made: None };
             let (evictor, state, bell) = (Arc::clone(self), Mutex::new(state), Bell::new());
-            let step = Arc::new(UnloadStep { admission, evictor, takes, cause, state, bell });
+            let step = Arc::new(UnloadStep { admission, evictor, cause, state, bell });
             if has_room {
                 return Ok(step);
             }
@@ -503,7 +558,7 @@ impl Evictor {
     fn coming(&self) -> (Cost, Duration) {
         let now = self.clock.now();
         let coming = lock(&self.coming);
-        let counted = coming.iter().filter(|coming| now < coming.until);
+        let counted = coming.iter().filter_map(Weak::upgrade).filter(|coming| now < coming.until);
         counted.fold((Cost::ZERO, Duration::ZERO), |(cost, takes), coming| {
             (cost.and(coming.cost), takes.max(coming.ready - now))
         })
@@ -513,14 +568,26 @@ impl Evictor {
     fn announce(&self, cost: Cost, takes: Duration) -> Arc<PendingFree> {
         let now = self.clock.now();
         let coming = Arc::new(PendingFree { cost, ready: now + takes, until: now + UNLOAD_MAX });
-        lock(&self.coming).push(Arc::clone(&coming));
+        let mut all = lock(&self.coming);
+        all.retain(|other| other.strong_count() > 0);
+        all.push(Arc::downgrade(&coming));
         coming
     }
+}
 
-    /// Counts bytes as coming no longer.
-    fn arrived(&self, coming: &Arc<PendingFree>) {
-        lock(&self.coming).retain(|other| !Arc::ptr_eq(other, coming));
-    }
+/// Returns `true` if a request fits once all others have ended.
+fn fits_later(admission: &AdmissionState, cost: Cost) -> bool {
+    Budget::ALL.into_iter().all(|budget| {
+        let (ledger, asked) = (admission.ledger(budget), cost.of(budget));
+        let (reserved, allowance) = (ledger.reserved(), ledger.allowance());
+        asked.is_zero() || ledger.drains(&InsufficientBudget { asked, reserved, allowance })
+    })
+}
+
+/// Adds what a reclaimer releases, or [`LACK_PART`] of what a resource does.
+fn add_part(sum: Cost, idle: &Idle) -> Cost {
+    let part = if idle.is_divisible { 1.0 } else { LACK_PART };
+    sum.and_host(idle.cost.host.scaled(part)).and_device(idle.cost.device.scaled(part))
 }
 
 /// Chooses the fewest resources that make room, those that cost least to load again first.
@@ -630,8 +697,6 @@ impl Eviction {
 pub(super) struct UnloadStep {
     admission: &'static AdmissionState,
     evictor: Arc<Evictor>,
-    /// The expected duration.
-    takes: Duration,
     /// `None` only without resources.
     cause: Option<Arc<str>>,
     state: Mutex<UnloadsState>,
@@ -720,10 +785,7 @@ impl UnloadStep {
                 state.made = Some(self.admission.exchange(freed, reserved, cost));
             }
             // A request's room is free before it is no longer counted as coming.
-            Some(Owed::Announced(coming)) => {
-                drop(freed);
-                self.evictor.arrived(&coming);
-            }
+            Some(Owed::Announced(_coming)) => drop(freed),
             None => {}
         }
         drop(state);
@@ -735,10 +797,8 @@ impl Drop for UnloadStep {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         state.claims.clear();
-        match state.owed.take() {
-            Some(Owed::Load { reserved, .. }) => self.admission.unreserve(reserved),
-            Some(Owed::Announced(coming)) => self.evictor.arrived(&coming),
-            None => {}
+        if let Some(Owed::Load { reserved, .. }) = state.owed.take() {
+            self.admission.unreserve(reserved);
         }
     }
 }

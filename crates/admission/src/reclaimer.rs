@@ -260,6 +260,8 @@ impl Registered {
             admission: registered.admission,
             cost: Cost::host(releasable),
             stays_for: Duration::ZERO,
+            loaded_for: Duration::ZERO,
+            used_for: Duration::ZERO,
             unload_time: Duration::ZERO,
             score: registered.score(),
             is_divisible: true,

@@ -22,7 +22,7 @@ use lowtide_core::clock::{Bell, Moment};
 
 use super::correction::K_START;
 use super::cost::{Budget, Cost, Priority, RejectReason, Rejected};
-use super::eviction::{Eviction, Evictor, RetryHint};
+use super::eviction::{Eviction, Evictor, Patience, RetryHint};
 use super::large::{LargeRequest, LargeRequests};
 use super::learning::LASTS;
 use super::ledger::{InsufficientBudget, Ledger, Reservation, ResourceHold};
@@ -261,7 +261,7 @@ impl AdmissionState {
             return self.book_in_order(waits, cost, priority, label);
         }
         let how = if priority == Priority::High { Ledger::try_book_more } else { Ledger::try_book };
-        let make_room = || self.make_room(cost, label);
+        let make_room = || self.make_room(cost, label, Patience::Waits);
         self.book(cost, how).map_err(|(budget, short)| self.full(budget, short, make_room))
     }
 
@@ -327,7 +327,7 @@ impl AdmissionState {
                 self.full(Budget::Host, short, || RetryHint::Unknown)
             }
             PassError::NoRoom(budget, short) => {
-                self.full(budget, short, || self.make_room(cost, label))
+                self.full(budget, short, || self.make_room(cost, label, Patience::Waits))
             }
         })
     }
@@ -341,7 +341,7 @@ impl AdmissionState {
     /// Ends the wait of requests whose deadline has passed, and wakes those that may fit. If there
     /// is no room for the first one, or for one that was rejected, it suspends the reservations of
     /// requests that wait for their clients. The control loop does this at each tick, by its clock.
-    pub fn tend_queue(&self, now: Moment) {
+    pub fn tend_queue(&'static self, now: Moment) {
         self.ticks.fetch_add(1, Ordering::Relaxed);
         self.queue.expire(now);
         let lacked = ByteSize::new(self.lacked.swap(u64::MAX, Ordering::Relaxed));
@@ -359,6 +359,9 @@ impl AdmissionState {
         self.wake_up_to(WOKEN_OTHERS_TICK);
         if !self.queue.is_empty() {
             self.queue.wake_loads();
+            if let Some(cost) = self.queue.overdue().filter(|_| !self.observes()) {
+                self.make_room(cost, None, Patience::HasWaited);
+            }
         }
     }
 
@@ -800,9 +803,14 @@ impl AdmissionState {
     }
 
     /// Asks reclaimers and unloads idle resources if that makes room for a rejected request.
-    fn make_room(&'static self, cost: Cost, label: Option<&dyn fmt::Display>) -> RetryHint {
-        let evictor = self.evictor();
-        evictor.map_or(RetryHint::Unknown, |evictor| evictor.for_request(self, cost, label))
+    fn make_room(
+        &'static self,
+        cost: Cost,
+        label: Option<&dyn fmt::Display>,
+        patience: Patience,
+    ) -> RetryHint {
+        let make = |evictor: Arc<Evictor>| evictor.for_request(self, cost, label, patience);
+        self.evictor().map_or(RetryHint::Unknown, make)
     }
 
     /// Reserves more host memory for a request of this size. Returns the bytes reserved.
@@ -812,7 +820,8 @@ impl AdmissionState {
             let total = held.saturating_add(bytes);
             let never = total > self.host.ceiling();
             let short = InsufficientBudget { asked: if never { total } else { bytes }, ..short };
-            self.full(Budget::Host, short, || self.make_room(Cost::host(bytes), None))
+            let make_room = || self.make_room(Cost::host(bytes), None, Patience::None);
+            self.full(Budget::Host, short, make_room)
         })
     }
 

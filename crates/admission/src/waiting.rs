@@ -47,6 +47,10 @@ const PART: u64 = 16;
 /// The number of wakers that are called after one pass with the lock held.
 const BATCH: usize = 16;
 
+/// The time, or half of its own if that is less, after which the first waiting request may evict
+/// resources that it would otherwise wait beside. A guess: requests of most services end sooner.
+pub(super) const PATIENCE: Duration = Duration::from_secs(1);
+
 /// The number of ticks after which a request that was woken and does not come holds up no others:
 /// its task may be blocked, or its client gone.
 const MISSED_MAX: u32 = 10;
@@ -252,6 +256,15 @@ impl WaitQueue {
     /// Returns `true` if a request waits for this.
     pub(super) fn lacks_any(&self, lack: WaitReason) -> bool {
         !self.is_empty() && self.entries().list.iter().any(|it| it.lack == Some(lack))
+    }
+
+    /// Returns the cost of the first request that waits for bytes, if it has waited for
+    /// [`PATIENCE`], or for half of its time. Not of a load, which evicts at its next attempt.
+    pub(super) fn overdue(&self) -> Option<Cost> {
+        let entries = self.entries();
+        let first = entries.list.iter().find(|it| matches!(it.lack, Some(WaitReason::Bytes(_))))?;
+        let patience = first.terms.within.map_or(PATIENCE, |within| PATIENCE.min(within / 2));
+        (entries.now - first.since? >= patience).then_some(first.terms.cost)
     }
 
     /// Enters the queue. Returns `None` if it is full, or if a deadline could not pass.

@@ -43,6 +43,13 @@ use crate::permit::Permit;
 const HUNG_LOADS_MAX: usize = 2;
 /// The least time for which a shutdown waits for a clean-up that it began.
 const CLEAN_UP_MIN: Duration = Duration::from_secs(1);
+/// The break-even interval between uses of a resource, in times of its load: requests may evict it
+/// if its uses are further apart, so that loads take a tenth of the time at most. As in the
+/// five-minute rule (Gray and Putzolu, 1987), with a guess for the price of the memory.
+const BREAK_EVEN_LOADS: u32 = 10;
+/// The bounds of that interval. Guesses: a load also takes CPU time, and room from requests; a
+/// resource that was not used for minutes is not missed.
+const BREAK_EVEN: [Duration; 2] = [Duration::from_secs(10), Duration::from_secs(300)];
 /// Log lines about loads and unloads of a resource at once, and the time for one more.
 const LINES: (u32, Duration) = (10, Duration::from_secs(10));
 
@@ -91,6 +98,8 @@ pub(super) struct CellState<T> {
     drainers: Vec<Arc<Bell>>,
     pub(super) closed: bool,
     loaded_at: Moment,
+    /// The smoothed time of the loads that succeeded; `None` before.
+    reload_time: Option<Duration>,
     uses: RecentUses,
     failures_in_a_row: u32,
     loads_begun: u64,
@@ -141,6 +150,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             drainers: Vec::new(),
             closed: false,
             loaded_at: Moment::ORIGIN,
+            reload_time: None,
             uses: RecentUses::new(),
             failures_in_a_row: 0,
             loads_begun: 0,
@@ -329,6 +339,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
                 state.failures_in_a_row = 0;
                 state.loaded_at = now;
                 state.stats.load_time = took;
+                state.reload_time = Some(state.reload_time.unwrap_or(took) / 4 * 3 + took / 4);
                 state.phase = ResourcePhase::Ready { value: Arc::new(value), permit };
             }
             Err(error) => {
@@ -601,11 +612,16 @@ impl<T: Send + Sync + 'static> AnyResource for Cell<T> {
         let ResourcePhase::Ready { permit: Some(permit), .. } = &state.phase else { return None };
         let cost = permit.cost();
         let bytes = cost.host.saturating_add(cost.device);
-        let interval = state.uses.interval(state.loaded_at, now);
+        let (loaded_at, [least, most]) = (state.loaded_at, BREAK_EVEN);
+        let reload = state.reload_time.unwrap_or_default();
+        let break_even = reload.saturating_mul(BREAK_EVEN_LOADS).clamp(least, most);
+        let interval = state.uses.interval(loaded_at, now);
         Some(Idle {
             admission: permit.state(),
             cost,
             stays_for: stays - now,
+            loaded_for: loaded_at + break_even - now,
+            used_for: (loaded_at + break_even - now).max(break_even.saturating_sub(interval)),
             unload_time: state.stats.unload_time,
             score: score(bytes, interval, state.stats.load_time),
             is_divisible: false,

@@ -270,6 +270,13 @@ impl Resources {
     /// reserved with this admission, and are past their minimum residency, however short they have
     /// been idle. Their reservations stay until they are unloaded and then pass to the load.
     ///
+    /// Below level high, a request keeps resources whose reload would cost more than its wait. The
+    /// break-even interval of a resource is 10 times its load time (smoothed), between 10 s and 5
+    /// minutes. A request that fits once the others have ended evicts only resources whose uses are
+    /// further apart than that, and of whose bytes it lacks an eighth or more; after half of its
+    /// wait, and at most a second, also those that have been loaded for that long. One that would
+    /// not fit even then evicts those at once, and all of them after that wait.
+    ///
     /// Reclaimers of the application ([`Resources::add_reclaimer`]) are asked in the same order,
     /// for what is still lacking and no more. A load or a request waits until a sample finds their
     /// memory freed.

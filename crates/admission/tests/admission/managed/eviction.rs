@@ -102,6 +102,7 @@ fn an_idle_model_blocked_another_model_and_a_large_request_for_its_whole_idle_ti
     assert_eq!((evictions(&first), first.stats().loaded), (1, false));
     assert_eq!(rig.purges.load(Ordering::SeqCst), 1, "before the load");
     sample(64);
+    rig.clock.advance(10 * SECOND);
     let rejected = rig.admission.try_admit(mib(45)).expect_err("the model is still there");
     let wait = rejected.retry_after().expect("later");
     assert!(wait <= 2 * SECOND, "an unload takes no longer: {wait:?}");
@@ -126,6 +127,7 @@ fn an_eviction_records_for_whom_room_was_made_and_the_figures_at_that_time() {
     let text = "evicted for the load of \"second\", which needed 60.0 MiB of host memory while \
                 60.0 MiB of 100.0 MiB were reserved";
     assert_eq!(stats.last_eviction.as_deref(), Some(text));
+    rig.clock.advance(10 * SECOND);
     let label: &dyn std::fmt::Display = &"POST /rerank";
     let rejected =
         rig.admission.state().try_admit_uncounted(mib(45), Priority::Normal, Some(label));
@@ -201,6 +203,7 @@ fn either_enough_is_unloaded_or_nothing() {
     assert!(rig.admission.try_admit(mib(61)).is_err());
     assert_eq!((evictions(&idle), evictions(&busy)), (0, 0), "60 MiB are less than 61");
     assert!(idle.try_acquire().is_some() && large.stats().loads_refused_total == 3);
+    rig.clock.advance(10 * SECOND);
     let _ = rig.admission.try_admit(mib(60)).expect_err("comes again");
     until("40 MiB are free", || rig.resource_reservations() == ByteSize::mib(40));
     drop(rig.admission.try_admit(mib(60)).expect("40 MiB were enough"));
@@ -419,6 +422,7 @@ fn many_rejected_requests_unload_one_model_and_not_all() {
         drop(model.acquire_blocking().expect("fits"));
         model
     });
+    rig.clock.advance(10 * SECOND);
     for _ in 0..50 {
         let _ = rig.admission.try_admit(mib(20)).expect_err("comes again");
     }
@@ -445,6 +449,7 @@ fn requests_rejected_at_once_unload_one_model_together() {
             drop(model.acquire_blocking().expect("fits"));
             model
         });
+        rig.clock.advance(10 * SECOND);
         let start = Barrier::new(4);
         thread::scope(|threads| {
             for _ in 0..4 {
@@ -476,6 +481,7 @@ fn every_request_that_waits_for_an_unload_is_given_its_time() {
     assert_eq!(model.unload_now(SECOND), Ok(true), "its unload is known to take 20 s");
     drop(model.acquire_blocking().expect("fits"));
     holds.store(true, Ordering::SeqCst);
+    rig.clock.advance(10 * SECOND);
     for nth in 0..3 {
         let rejected = rig.admission.try_admit(mib(20)).expect_err("full");
         let wait = rejected.retry_after().expect("later");

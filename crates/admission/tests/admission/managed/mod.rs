@@ -16,6 +16,7 @@ use lowtide_admission::{
 mod eviction;
 mod panics;
 mod reclaimers;
+mod requests;
 mod room;
 mod support;
 use support::{Gate, Holds, Model, PATIENCE, block_on, until};

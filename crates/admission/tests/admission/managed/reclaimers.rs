@@ -220,6 +220,7 @@ fn a_reclaimer_that_lies_is_asked_ever_more_rarely_and_resources_are_evicted_ins
     let _liar = rig.add(liar);
     let model = rig.model("model", 40);
     drop(model.acquire_blocking().expect("fits"));
+    rig.clock.clock.advance(10 * SECOND);
     rig.sample();
     let mut cx = Context::from_waker(Waker::noop());
     let mut request = pin!(rig.admission.reserve(mib(70)));
@@ -579,6 +580,7 @@ fn without_measurement_no_reclaimer_is_asked() {
     rig.resources.disable_reclaimers();
     let model = rig.model("model", 40);
     drop(model.acquire_blocking().expect("fits"));
+    rig.clock.clock.advance(10 * SECOND);
     rig.sample();
     assert!(rig.admission.try_admit(mib(50)).is_err(), "16 MiB are free");
     until("the model makes room", || !model.stats().loaded);
