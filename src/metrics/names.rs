@@ -306,9 +306,9 @@ macro_rules! rows {
         "Requests rejected, by reason (too_large, full, pressure, shutting_down, exhausted, \
          slow_start, device_lost, outgrown, slow_client, held_too_long). The last three had been \
          admitted, and were ended while they ran.";
-    Basic Gauge "lowtide_admission_observe_mode" = admission.observe_mode,
+    Detail Gauge "lowtide_admission_observe_mode" = admission.observe_mode,
         "1 in observe mode, else 0.";
-    Basic Counter "lowtide_admission_observed_total" ["reason"]
+    Detail Counter "lowtide_admission_observed_total" ["reason"]
         = RejectReason::ALL.map(|reason| (reason.name(), admission.observed[reason as usize])),
         "Requests and loads that only observe mode admitted, by reason.";
     Basic Gauge "lowtide_admission_waiting" = admission.waiting,
