@@ -127,9 +127,7 @@ impl Permit {
         match &self.held {
             PermitHold::Host(bytes) => Cost::host(*bytes),
             PermitHold::Request(request) => request.cost,
-            PermitHold::Resource(Some(both)) => {
-                Cost { host: both.0.bytes(), device: both.1.bytes() }
-            }
+            PermitHold::Resource(Some(both)) => Cost { host: both.0.bytes, device: both.1.bytes },
             PermitHold::Resource(None) => Cost::ZERO,
         }
     }

@@ -367,7 +367,7 @@ impl Maintenance {
         own.into_iter().chain(&mut self.further).for_each(BudgetAccount::leave);
         self.admission.set_level(Level::None);
         self.admission.state().unowned.store(0, Ordering::Relaxed);
-        self.admission.state().host.set_single(ByteSize::ZERO);
+        self.admission.state().host.single.store(0, Ordering::Relaxed);
         self.admission.state().queue.end();
     }
 
@@ -400,7 +400,7 @@ impl Maintenance {
         let is_declared = self.exhaustion.is_declared();
         let may_serve_one = self.exhaustion.may_serve_one();
         let single = if may_serve_one { self.room_for_one(sample) } else { ByteSize::ZERO };
-        self.admission.state().host.set_single(single);
+        self.admission.state().host.single.store(single.get(), Ordering::Relaxed);
         // While some are served, others wait for their end.
         let serves_one = self.exhaustion.serves_one();
         let unowned = self.host.correction.unowned.max(ByteSize::new(1));
@@ -517,7 +517,7 @@ impl Maintenance {
             required: sample.required(),
             uncovered: self.host.correction.uncovered,
             is_measured: self.host.correction.is_measured(),
-            unlearned: self.admission.state().host.unlearned(),
+            unlearned: ByteSize::new(self.host.ledger().unlearned.load(Ordering::Relaxed)),
             level: self.host.pressure.level(),
             turnover,
             tick: self.settings.active_tick,
