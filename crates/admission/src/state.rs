@@ -751,7 +751,7 @@ impl AdmissionState {
     #[inline]
     fn tally(&self, place: ShardId) -> &Shard {
         // A place is always one of the stripes.
-        self.tallies.get(place.stripe()).unwrap_or(&self.tallies[0])
+        self.tallies.get(place.0).unwrap_or(&self.tallies[0])
     }
 
     /// Returns a number that differs from one rejected request to the next.
