@@ -93,7 +93,7 @@ impl CeilingParts {
 }
 
 /// The state of the ceiling. Owned by the control loop.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Ceiling {
     /// The bounds, as parts of the limit.
     start: f64,
@@ -118,16 +118,8 @@ struct RequestGeneration {
 }
 
 impl Ceiling {
-    pub(super) const fn new(start: f64, most: f64) -> Self {
-        Self {
-            start,
-            most,
-            earned: start,
-            generation: RequestGeneration { ended: 0, held: 0, is_evidence: false },
-            last: None,
-            growth: Largest::ZERO,
-            reaction: Largest::ZERO,
-        }
+    pub(super) fn new(start: f64, most: f64) -> Self {
+        Self { start, most, earned: start, ..Self::default() }
     }
 
     /// Updates the state and returns the ceiling with its parts.
@@ -181,7 +173,7 @@ impl Ceiling {
 }
 
 /// The largest value of the last [`TICKS`] ticks, or of up to twice as many.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 struct Largest {
     now: f64,
     before: f64,
@@ -189,11 +181,9 @@ struct Largest {
 }
 
 impl Largest {
-    const ZERO: Self = Self { now: 0.0, before: 0.0, ticks: 0 };
-
     fn add(&mut self, value: f64) {
         if self.ticks == TICKS {
-            *self = Self { before: self.now, ..Self::ZERO };
+            *self = Self { before: self.now, ..Self::default() };
         }
         self.now = self.now.max(value);
         self.ticks += 1;

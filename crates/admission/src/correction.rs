@@ -314,11 +314,8 @@ impl Correction {
         let required = measured.physical.saturating_sub(measured.purgeable);
         self.learn_base(totals, required, measured);
         self.learn_k(totals, required, measured);
-        debug_assert!(
-            (K_MIN..=K_MAX).contains(&self.correction_factor),
-            "K is {}",
-            self.correction_factor
-        );
+        let factor = self.correction_factor;
+        debug_assert!((K_MIN..=K_MAX).contains(&factor), "K is {factor}");
         let covered = self.base.saturating_add(totals.resource_reservations);
         let reserved = covered.saturating_add(totals.requests.scaled(self.correction_factor));
         self.uncovered = required.saturating_sub(reserved);
@@ -348,12 +345,9 @@ impl Correction {
     /// growth is attributed to that resource.
     fn learn_base(&mut self, totals: LedgerTotals, required: ByteSize, measured: Measured) {
         let quiet = totals.requests <= few(measured.ceiling);
-        let held = required.saturating_sub(totals.settled);
-        let held = if quiet {
-            held.saturating_sub(totals.held().scaled(self.correction_factor))
-        } else {
-            held
-        };
+        let requests = if quiet { totals.held() } else { ByteSize::ZERO };
+        let requests = requests.scaled(self.correction_factor);
+        let held = required.saturating_sub(totals.settled).saturating_sub(requests);
         let may_grow = quiet && self.quiet && !totals.is_loading();
         self.base = if may_grow { held } else { self.base.min(held) };
         if may_grow || self.base_min.get() != ByteSize::MAX {

@@ -108,7 +108,8 @@ pub(super) struct Exhaustion {
     purged: bool,
     /// The time when it was declared.
     declared: Option<Moment>,
-    needs_restart: bool,
+    /// Set if the policy asks for a restart of the process.
+    pub(super) needs_restart: bool,
 }
 
 impl Exhaustion {
@@ -175,11 +176,6 @@ impl Exhaustion {
     pub(super) fn serves_one(&self) -> bool {
         let refused = self.refused.is_some_and(|(first, last)| last - first >= REFUSED_FOR);
         self.may_serve_one() && !refused
-    }
-
-    /// Returns `true` if the policy asks for a restart of the process.
-    pub(super) const fn needs_restart(&self) -> bool {
-        self.needs_restart
     }
 
     /// Returns `true` if a purge has yet to show that it makes no room.
@@ -289,10 +285,10 @@ mod tests {
         assert_eq!(without_room(&mut exhaustion, [307, 307]), [true; 3]);
         for second in 308..=312 {
             exhaustion.update(at(second * SECOND), room(64, 400, None));
-            assert!(exhaustion.needs_restart(), "{second}");
+            assert!(exhaustion.needs_restart, "{second}");
         }
         exhaustion.update(at(313 * SECOND), room(64, 400, None));
-        assert!(!exhaustion.may_serve_one() && !exhaustion.needs_restart(), "there is room");
+        assert!(!exhaustion.may_serve_one() && !exhaustion.needs_restart, "there is room");
         // The grace period begins again.
         assert_eq!(without_room(&mut exhaustion, [400, 704]), [true, true, false]);
         assert_eq!(without_room(&mut exhaustion, [705, 705]), [true; 3]);
@@ -332,9 +328,9 @@ mod tests {
         assert_eq!(without_room(&mut exhaustion, [0, 59]), [true, false, false]);
         exhaustion.update(at(60 * SECOND), room(64, 60, None));
         exhaustion.update(at(61 * SECOND), room(64, 60, None));
-        assert!(!exhaustion.needs_restart());
+        assert!(!exhaustion.needs_restart);
         assert_eq!(without_room(&mut exhaustion, [62, 67]), [true, false, true]);
         exhaustion.update(at(68 * SECOND), room(64, 70, None));
-        assert!(exhaustion.needs_restart() && !exhaustion.is_declared());
+        assert!(exhaustion.needs_restart && !exhaustion.is_declared());
     }
 }

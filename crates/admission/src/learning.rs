@@ -184,7 +184,7 @@ impl Room {
 }
 
 /// The record of the requests of one kind.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct RouteNeed {
     /// The mean and the deviation, as bits of two `f32`; 0 before the first request.
     seen: AtomicU64,
@@ -274,18 +274,8 @@ impl NeedRatio {
 
 impl RouteNeed {
     fn new(family: Arc<AtomicU64>, lessons_min: u32, is_of_one_route: bool) -> Self {
-        Self {
-            seen: AtomicU64::new(0),
-            running: AtomicU64::new(0),
-            family,
-            is_known: AtomicBool::new(false),
-            habits: AtomicU8::new(0),
-            average: Mutex::default(),
-            slow_start: Arc::new(Mutex::new(SlowStart::new(lessons_min))),
-            lessons_min,
-            usage: OnceLock::new(),
-            is_of_one_route,
-        }
+        let slow_start = Arc::new(Mutex::new(SlowStart::new(lessons_min)));
+        Self { family, slow_start, lessons_min, is_of_one_route, ..Self::default() }
     }
 
     fn has_learned(&self) -> bool {
@@ -471,7 +461,7 @@ const ARRIVING: u32 = 64;
 const _: () = assert!(STEP.as_millis() * STEPS as u128 == LASTS.as_millis(), "both say when");
 
 /// The requests of one route.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct SlowStart {
     running: u32,
     /// The number of polls, and of other pieces of work, that run now.
@@ -489,9 +479,8 @@ struct SlowStart {
 
 impl SlowStart {
     /// Creates one that ends after so many successes.
-    const fn new(successes: u32) -> Self {
-        let (since, arrived, failed) = (None, None, None);
-        Self { running: 0, working: 0, succeeded: 0, successes, since, arrived, failed }
+    fn new(successes: u32) -> Self {
+        Self { successes, ..Self::default() }
     }
 
     /// Returns the number of requests with this estimate that may run at first in this room; `None`

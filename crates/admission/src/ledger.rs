@@ -23,7 +23,6 @@
 //! high priority, may use the reserved headroom.
 
 use std::num::NonZero;
-use std::ops::Deref;
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
@@ -31,6 +30,9 @@ use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::correction::{Correction, LedgerTotals, Measured, few};
 use super::learning::Room;
+
+/// The result of a reservation.
+pub(crate) type Booked<T = ()> = Result<T, InsufficientBudget>;
 
 /// A reservation that did not fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,17 +61,9 @@ pub(crate) struct RoomSharing {
 #[derive(Debug, Default, PartialEq, Eq)]
 #[must_use = "a reservation that is not released stays"]
 pub(crate) struct ResourceHold {
-    bytes: ByteSize,
+    pub(crate) bytes: ByteSize,
     units: u64,
     settled: bool,
-}
-
-impl ResourceHold {
-    /// Returns its bytes.
-    #[must_use]
-    pub(crate) const fn bytes(&self) -> ByteSize {
-        self.bytes
-    }
 }
 
 /// The units that a resource will take once others are released, and the part that is
@@ -110,7 +104,7 @@ pub struct Ledger {
     alone_debt: AtomicU64,
     /// The bytes that single requests may reserve; above 0 only while memory is exhausted. Written
     /// by the control loop only.
-    single: AtomicU64,
+    pub(crate) single: AtomicU64,
     /// Bits of an `f64`. Written by the control loop only.
     correction_factor: AtomicU64,
     /// The room that each request must leave. Written by the control loop only.
@@ -149,7 +143,7 @@ impl Ledger {
         let Self { units, resource_reservations, settled, .. } = self;
         let Self { unheld, unlearned, suspended, observed, .. } = self;
         let resources = [units, resource_reservations, settled, alone_resources];
-        let requests = [&self.reserved, unheld, unlearned, suspended, observed, alone, single];
+        let requests = [&self.reserved.0, unheld, unlearned, suspended, observed, alone, single];
         let sharing = [reserved_headroom, drain, pause_ms];
         for figure in resources.into_iter().chain(requests).chain(sharing) {
             figure.store(0, Ordering::Relaxed);
@@ -183,7 +177,7 @@ impl Ledger {
     /// [`InsufficientBudget`] if the bytes fit neither next to what is reserved nor alone (see the module),
     /// or if the sum does not fit 64 bits. Nothing is reserved then.
     #[inline]
-    pub(crate) fn try_book(&self, bytes: ByteSize) -> Result<(), InsufficientBudget> {
+    pub(crate) fn try_book(&self, bytes: ByteSize) -> Booked {
         let reserved_headroom = self.reserved_headroom.load(Ordering::Relaxed);
         self.book_request(ByteSize::ZERO, bytes, reserved_headroom.saturating_sub(bytes.get()))
     }
@@ -196,20 +190,15 @@ impl Ledger {
         let Some(most) = self.allowance.load(Ordering::Relaxed).checked_sub(left) else {
             return false;
         };
-        let mut reserved = self.reserved.load(Ordering::Relaxed);
-        // Ends: a failed exchange means that another one succeeded (or, rarely, failed spuriously).
-        while reserved <= most {
-            match self.exchange_reserved(reserved, reserved + bytes.get()) {
-                Ok(_) => return true,
-                Err(now) => reserved = now,
-            }
-        }
-        false
+        let add = |reserved| (reserved <= most).then(|| reserved + bytes.get());
+        self.update_reserved(add).is_ok()
     }
 
+    /// Updates the reserved bytes and returns those before; an error if `to` refuses them. Ends: a
+    /// failed exchange means that another one succeeded (or, rarely, failed spuriously).
     #[inline]
-    fn exchange_reserved(&self, from: u64, to: u64) -> Result<u64, u64> {
-        self.reserved.compare_exchange_weak(from, to, Ordering::Relaxed, Ordering::Relaxed)
+    fn update_reserved(&self, to: impl Fn(u64) -> Option<u64>) -> Result<u64, u64> {
+        self.reserved.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, to)
     }
 
     /// Like [`Ledger::try_book`], but may use the reserved headroom: for a request of high
@@ -217,7 +206,7 @@ impl Ledger {
     ///
     /// # Errors
     /// As for [`Ledger::try_book`].
-    pub(crate) fn try_book_more(&self, bytes: ByteSize) -> Result<(), InsufficientBudget> {
+    pub(crate) fn try_book_more(&self, bytes: ByteSize) -> Booked {
         self.try_grow(ByteSize::ZERO, bytes)
     }
 
@@ -226,21 +215,12 @@ impl Ledger {
     ///
     /// # Errors
     /// As for [`Ledger::try_book`].
-    pub(crate) fn try_grow(
-        &self,
-        held: ByteSize,
-        bytes: ByteSize,
-    ) -> Result<(), InsufficientBudget> {
+    pub(crate) fn try_grow(&self, held: ByteSize, bytes: ByteSize) -> Booked {
         self.book_request(held, bytes, 0)
     }
 
     #[inline]
-    fn book_request(
-        &self,
-        held: ByteSize,
-        bytes: ByteSize,
-        left: u64,
-    ) -> Result<(), InsufficientBudget> {
+    fn book_request(&self, held: ByteSize, bytes: ByteSize, left: u64) -> Booked {
         self.book_where(bytes, left, |reserved| {
             // Before `alone`, which needs the resources of these units.
             let requests = reserved.saturating_sub(self.units.load(Ordering::Acquire));
@@ -257,11 +237,6 @@ impl Ledger {
         ByteSize::new(self.single.load(Ordering::Relaxed))
     }
 
-    /// Sets the bytes that single requests may reserve. Called by the control loop.
-    pub(crate) fn set_single(&self, bytes: ByteSize) {
-        self.single.store(bytes.get(), Ordering::Relaxed);
-    }
-
     /// Returns the bytes that a nearly lone request may reserve: what the control loop computed,
     /// less resources reserved since.
     fn alone(&self) -> u64 {
@@ -274,32 +249,19 @@ impl Ledger {
     /// Reserves bytes if they fit the allowance and leave `left` of it free, or if `harmless`
     /// accepts the bytes reserved before them.
     #[inline]
-    fn book_where(
-        &self,
-        bytes: ByteSize,
-        left: u64,
-        harmless: impl Fn(u64) -> bool,
-    ) -> Result<(), InsufficientBudget> {
+    fn book_where(&self, bytes: ByteSize, left: u64, harmless: impl Fn(u64) -> bool) -> Booked {
         if bytes.is_zero() {
             return Ok(());
         }
         let allowance = self.allowance.load(Ordering::Relaxed).saturating_sub(left);
-        let mut reserved = self.reserved.load(Ordering::Relaxed);
-        // Ends: a failed exchange means that another one succeeded (or, rarely, failed spuriously).
-        loop {
+        let add = |reserved: u64| {
             let fits = |sum: &u64| *sum <= allowance || harmless(reserved);
-            let Some(sum) = reserved.checked_add(bytes.get()).filter(fits) else {
-                return Err(InsufficientBudget {
-                    asked: bytes,
-                    reserved: ByteSize::new(reserved),
-                    allowance: ByteSize::new(allowance),
-                });
-            };
-            match self.exchange_reserved(reserved, sum) {
-                Ok(_) => return Ok(()),
-                Err(now) => reserved = now,
-            }
-        }
+            reserved.checked_add(bytes.get()).filter(fits)
+        };
+        self.update_reserved(add).map(drop).map_err(|reserved| {
+            let (reserved, allowance) = (ByteSize::new(reserved), ByteSize::new(allowance));
+            InsufficientBudget { asked: bytes, reserved, allowance }
+        })
     }
 
     /// Reserves as much of the bytes as 64 bits hold, even beyond the allowance, for exempt
@@ -308,14 +270,9 @@ impl Ledger {
         if bytes.is_zero() {
             return bytes;
         }
-        let mut reserved = self.reserved.load(Ordering::Relaxed);
-        loop {
-            let sum = reserved.saturating_add(bytes.get());
-            match self.exchange_reserved(reserved, sum) {
-                Ok(_) => return ByteSize::new(sum - reserved),
-                Err(now) => reserved = now,
-            }
-        }
+        let add = |reserved: u64| Some(reserved.saturating_add(bytes.get()));
+        let (Ok(before) | Err(before)) = self.update_reserved(add);
+        bytes.min(ByteSize::new(u64::MAX - before))
     }
 
     /// Releases reserved bytes.
@@ -325,7 +282,7 @@ impl Ledger {
             return;
         }
         // Ordered before the look at the queue of waiting requests (`waiting`).
-        let before = self.reserved.fetch_sub(bytes.get(), Ordering::SeqCst);
+        let before = self.reserved.0.fetch_sub(bytes.get(), Ordering::SeqCst);
         debug_assert!(before >= bytes.get(), "released {bytes} of {before} reserved bytes");
     }
 
@@ -333,10 +290,7 @@ impl Ledger {
     ///
     /// # Errors
     /// As for [`Ledger::try_book`].
-    pub(crate) fn try_reserve_resource(
-        &self,
-        bytes: ByteSize,
-    ) -> Result<ResourceHold, InsufficientBudget> {
+    pub(crate) fn try_reserve_resource(&self, bytes: ByteSize) -> Booked<ResourceHold> {
         let units = self.units_of(bytes);
         self.book_where(ByteSize::new(units), 0, |_| false).map_err(|short| {
             let free = short.allowance.saturating_sub(short.reserved);
@@ -399,7 +353,7 @@ impl Ledger {
         if bytes.is_zero() {
             return true;
         }
-        let reserved = self.reserved.load(Ordering::Relaxed);
+        let reserved = self.reserved.0.load(Ordering::Relaxed);
         let reserved_headroom = self.reserved_headroom.load(Ordering::Relaxed).max(bytes.get());
         let alone = self.alone().saturating_add(freed.get());
         let alone = alone.saturating_sub(self.alone_debt.load(Ordering::Relaxed));
@@ -413,7 +367,7 @@ impl Ledger {
     /// Returns `true` if a resource of these bytes would fit if other resource reservations of
     /// `freed` bytes were released.
     pub(crate) fn fits_resource(&self, bytes: ByteSize, freed: ByteSize) -> bool {
-        let sum = self.reserved.load(Ordering::Relaxed).checked_add(self.units_of(bytes));
+        let sum = self.reserved.0.load(Ordering::Relaxed).checked_add(self.units_of(bytes));
         bytes.is_zero() || sum.is_some_and(|sum| sum <= self.allowance_without(freed))
     }
 
@@ -425,8 +379,7 @@ impl Ledger {
         let allowance = self.allowance_without(freed);
         let fits = |reserved: u64| reserved.checked_add(units).is_some_and(|sum| sum <= allowance);
         let book = |reserved| (units == 0 || fits(reserved)).then(|| reserved.saturating_add(more));
-        let reserved = self.reserved.fetch_update(Ordering::Relaxed, Ordering::Relaxed, book);
-        reserved.ok().map(|_| Reservation { units, reserved: more })
+        self.update_reserved(book).ok().map(|_| Reservation { units, reserved: more })
     }
 
     /// Releases a reservation that is no longer needed.
@@ -453,9 +406,9 @@ impl Ledger {
         // In this order, so that `requests` is never less than what requests have reserved.
         if units.cast_signed() < 0 {
             add(&self.units, units);
-            add(&self.reserved, added);
+            add(&self.reserved.0, added);
         } else {
-            add(&self.reserved, added);
+            add(&self.reserved.0, added);
             add(&self.units, units);
         }
         self.settled.fetch_sub(settled, Ordering::Relaxed);
@@ -501,11 +454,6 @@ impl Ledger {
         ByteSize::new(self.unheld.load(Ordering::Relaxed))
     }
 
-    /// Returns the bytes reserved by requests whose need was not known.
-    pub(crate) fn unlearned(&self) -> ByteSize {
-        ByteSize::new(self.unlearned.load(Ordering::Relaxed))
-    }
-
     /// Returns `true` if suspended requests may reserve more, and further ones be suspended: they
     /// hold about a quarter of the allowance at most, so that each can still have its whole claim.
     pub(crate) fn has_room_for_suspended(&self) -> bool {
@@ -516,7 +464,7 @@ impl Ledger {
     /// Returns all reserved bytes, with resources counted by their units.
     #[must_use]
     pub fn reserved(&self) -> ByteSize {
-        ByteSize::new(self.reserved.load(Ordering::Relaxed))
+        ByteSize::new(self.reserved.0.load(Ordering::Relaxed))
     }
 
     /// Returns the bytes that requests have reserved, without the correction factor.
@@ -705,15 +653,6 @@ impl Ledger {
 #[derive(Debug, Default)]
 #[repr(align(128))]
 struct CachePadded(AtomicU64);
-
-impl Deref for CachePadded {
-    type Target = AtomicU64;
-
-    #[inline]
-    fn deref(&self) -> &AtomicU64 {
-        &self.0
-    }
-}
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
@@ -1013,7 +952,7 @@ mod tests {
             assert_eq!(ledger.resource_reservations(), ByteSize::mib(10), "it is never lowered");
             ledger.raise(&mut model, ByteSize::gib(3));
             assert_eq!(
-                (ledger.resource_reservations(), model.bytes()),
+                (ledger.resource_reservations(), model.bytes),
                 (ByteSize::gib(3), ByteSize::gib(3))
             );
             assert_eq!(ledger.requests(), ByteSize::ZERO);

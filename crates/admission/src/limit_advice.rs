@@ -80,17 +80,12 @@ fn add(histogram: &mut Histogram, bytes: ByteSize, count: u64) {
 }
 
 /// Sums of histograms, by bucket.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 struct Sums(Vec<u64>);
-
-impl Default for Sums {
-    fn default() -> Self {
-        Self(vec![0; BUCKETS])
-    }
-}
 
 impl Sums {
     fn add(&mut self, histogram: &Histogram) {
+        self.0.resize(BUCKETS, 0);
         for (sum, count) in self.0.iter_mut().zip(histogram) {
             *sum += u64::from(*count);
         }
@@ -627,12 +622,8 @@ impl fmt::Display for LimitForecast {
         if self.is_exhausted() {
             write!(f, "a limit of {limit} would be exhausted: memory that no request owns")?;
             write!(f, " ({unowned}) exceeds its ceiling of {ceiling}")?;
-            let kills = unowned > limit;
-            return f.write_str(if kills {
-                ", and the limit itself: the kernel would kill the process"
-            } else {
-                ""
-            });
+            let kills = ", and the limit itself: the kernel would kill the process";
+            return f.write_str(if unowned > limit { kills } else { "" });
         }
         let recorded = recorded(self.requests, self.observed);
         write!(f, "with a limit of {limit} ")?;

@@ -95,10 +95,8 @@ impl Permit {
         if let PermitHold::Host(bytes) = self.held {
             self.held = PermitHold::Request(RequestReservation::new(Cost::host(bytes), false));
         }
-        match &mut self.held {
-            PermitHold::Request(request) => Some(request),
-            PermitHold::Host(_) | PermitHold::Resource(_) => None,
-        }
+        let PermitHold::Request(request) = &mut self.held else { return None };
+        Some(request)
     }
 
     const fn is_request(&self) -> bool {
@@ -115,10 +113,8 @@ impl Permit {
     /// Returns the reservations of a resource's permit, still reserved; `None` for a request's
     /// permit, which ends.
     pub(super) fn into_resource(mut self) -> Option<(ResourceHold, ResourceHold)> {
-        match &mut self.held {
-            PermitHold::Host(_) | PermitHold::Request(_) => None,
-            PermitHold::Resource(held) => held.take().map(|both| *both),
-        }
+        let PermitHold::Resource(held) = &mut self.held else { return None };
+        held.take().map(|both| *both)
     }
 
     /// Returns the bytes that the permit holds.
@@ -127,9 +123,7 @@ impl Permit {
         match &self.held {
             PermitHold::Host(bytes) => Cost::host(*bytes),
             PermitHold::Request(request) => request.cost,
-            PermitHold::Resource(Some(both)) => {
-                Cost { host: both.0.bytes(), device: both.1.bytes() }
-            }
+            PermitHold::Resource(Some(both)) => Cost { host: both.0.bytes, device: both.1.bytes },
             PermitHold::Resource(None) => Cost::ZERO,
         }
     }
@@ -307,7 +301,7 @@ impl Permit {
         priority: Priority,
     ) -> Result<(), Rejected> {
         let more = claim.saturating_sub(self.cost().host);
-        let (waits, is_started) = (waiting.map(Waiting::id), self.is_started());
+        let (waits, is_started) = (waiting.map(|waiting| &waiting.id), self.is_started());
         let booked = self.state.book_again(waits, more, priority, is_started);
         let booked = self.or_observe(booked, more)?;
         self.add(booked);
@@ -343,10 +337,8 @@ impl Permit {
     }
 
     const fn request(&self) -> Option<&RequestReservation> {
-        match &self.held {
-            PermitHold::Request(request) => Some(request),
-            PermitHold::Host(_) | PermitHold::Resource(_) => None,
-        }
+        let PermitHold::Request(request) = &self.held else { return None };
+        Some(request)
     }
 
     /// Marks the resource of the permit as loaded, so that its memory is part of what is measured.
@@ -432,10 +424,6 @@ impl Waiting {
         let id = state.queue.enter(terms, state.host.ceiling())?;
         state.hurry();
         Some(Self { state, id })
-    }
-
-    const fn id(&self) -> &WaitId {
-        &self.id
     }
 
     /// Waits until the request may try again. Returns `false` if this is the last attempt, because

@@ -110,40 +110,23 @@ impl Default for Thresholds {
 }
 
 /// The current level and the state that determines the next one. Updated by one owner.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct PressureTracker {
     thresholds: Thresholds,
-    level: Level,
+    pub(crate) level: Level,
     /// The time since which usage is below the lower threshold of the current level.
     below_since: Option<Moment>,
     last: Option<(Moment, ByteSize)>,
     /// The average growth in bytes per second; negative if memory shrinks.
     growth: f64,
     /// The number of times that each level was entered.
-    entered: [u64; 4],
+    pub(crate) entered: [u64; 4],
 }
 
 impl PressureTracker {
     /// Creates a state at [`Level::None`].
-    pub(crate) const fn new(thresholds: Thresholds) -> Self {
-        Self {
-            thresholds,
-            level: Level::None,
-            below_since: None,
-            last: None,
-            growth: 0.0,
-            entered: [0; 4],
-        }
-    }
-
-    /// Returns the current level.
-    pub(crate) const fn level(&self) -> Level {
-        self.level
-    }
-
-    /// Returns how often a level was entered, from above or below.
-    pub(crate) fn entered_total(&self, level: Level) -> u64 {
-        self.entered.get(usize::from(level.as_u8())).copied().unwrap_or(0)
+    pub(crate) fn new(thresholds: Thresholds) -> Self {
+        Self { thresholds, ..Self::default() }
     }
 
     /// Updates the state with a sample and returns the level. A limit of [`ByteSize::MAX`] means no
@@ -227,7 +210,7 @@ mod tests {
 
     /// Holds usage for so long that growth is forgotten.
     fn settle(pressure: &mut PressureTracker, from: u64, percent: u64, millis: u64) -> Level {
-        let mut level = pressure.level();
+        let mut level = pressure.level;
         for step in 0..millis / 10 {
             level = pressure.update(at(from + step * 10), part(percent), LIMIT);
         }
@@ -321,7 +304,7 @@ mod tests {
         let dwells = ticks * 10 / 250;
         assert!(falls <= dwells + 1, "{falls} falls in {dwells} dwell times");
         assert!(rises <= falls + 3, "{rises} rises after {falls} falls");
-        let entered: u64 = Level::ALL.into_iter().map(|level| pressure.entered_total(level)).sum();
+        let entered: u64 = pressure.entered.iter().sum();
         assert_eq!(entered, rises + falls);
     }
 

@@ -73,13 +73,11 @@ impl BackoffState {
 
 impl ReclaimBackoff {
     /// Returns the time of the next allowed start; [`Moment::NEVER`] during a run.
-    #[must_use]
     pub(crate) fn next(&self) -> Moment {
         lock(&self.state).next()
     }
 
     /// Begins a run if one is allowed now. Returns `true` if it began.
-    #[must_use]
     pub(crate) fn start(&self, now: Moment) -> bool {
         let mut state = lock(&self.state);
         let may = state.next() <= now;
@@ -89,7 +87,6 @@ impl ReclaimBackoff {
 
     /// Begins a run unless one is in progress, without regard to the pause. Returns `true` if it
     /// began.
-    #[must_use]
     pub(crate) fn start_without_pause(&self) -> bool {
         !std::mem::replace(&mut lock(&self.state).running, true)
     }

@@ -25,7 +25,7 @@ use super::cost::{Budget, Cost, Priority, RejectReason, Rejected};
 use super::eviction::{Eviction, Evictor, Patience, RetryHint};
 use super::large::{LargeRequest, LargeRequests};
 use super::learning::LASTS;
-use super::ledger::{InsufficientBudget, Ledger, Reservation, ResourceHold};
+use super::ledger::{Booked, InsufficientBudget, Ledger, Reservation, ResourceHold};
 use super::permit::{Permit, Waiting};
 use super::pressure::Level;
 use super::tally::{AdmissionStats, BudgetCounts, STRIPES, Shard, ShardId, used};
@@ -289,7 +289,7 @@ impl AdmissionState {
     fn book(
         &self,
         cost: Cost,
-        how: impl Fn(&Ledger, ByteSize) -> Result<(), InsufficientBudget> + Copy,
+        how: impl Fn(&Ledger, ByteSize) -> Booked + Copy,
     ) -> Result<Cost, (Budget, InsufficientBudget)> {
         if self.unused.keeps_out(cost.host, self.host.unheld()) {
             self.hurry();
@@ -751,7 +751,7 @@ impl AdmissionState {
     #[inline]
     fn tally(&self, place: ShardId) -> &Shard {
         // A place is always one of the stripes.
-        self.tallies.get(place.stripe()).unwrap_or(&self.tallies[0])
+        self.tallies.get(place.0).unwrap_or(&self.tallies[0])
     }
 
     /// Returns a number that differs from one rejected request to the next.
@@ -976,8 +976,8 @@ fn whole_seconds(time: Duration) -> u64 {
 fn book(
     ledger: &Ledger,
     bytes: ByteSize,
-    how: impl Fn(&Ledger, ByteSize) -> Result<(), InsufficientBudget>,
-) -> Result<ByteSize, InsufficientBudget> {
+    how: impl Fn(&Ledger, ByteSize) -> Booked,
+) -> Booked<ByteSize> {
     // Most requests need no device memory.
     if bytes.is_zero() {
         return Ok(bytes);
@@ -990,7 +990,7 @@ fn book(
 
 /// Reserves the bytes of a resource. Without a limit nothing is rejected: it reserves nothing if 64
 /// bits are full.
-fn reserve_resource(ledger: &Ledger, bytes: ByteSize) -> Result<ResourceHold, InsufficientBudget> {
+fn reserve_resource(ledger: &Ledger, bytes: ByteSize) -> Booked<ResourceHold> {
     let reserved = ledger.try_reserve_resource(bytes);
     if reserved.is_err() && ledger.ceiling() == ByteSize::MAX {
         return ledger.try_reserve_resource(ByteSize::ZERO);

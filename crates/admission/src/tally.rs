@@ -48,7 +48,7 @@ thread_local! {
 
 /// The place where a thread counts: its stripe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct ShardId(usize);
+pub(super) struct ShardId(pub(super) usize);
 
 impl ShardId {
     /// The place of a thread that has not counted yet.
@@ -77,11 +77,6 @@ impl ShardId {
     fn using(stripe: usize) -> Self {
         USED.fetch_max(stripe + 1, Ordering::Relaxed);
         Self(stripe)
-    }
-
-    #[inline]
-    pub(super) const fn stripe(self) -> usize {
-        self.0
     }
 
     /// Returns `true` if no other thread counts there.
@@ -131,7 +126,7 @@ impl Drop for Holding {
         if self.0.is_owned() {
             // Destructors that run later may count, and another thread may hold the place then.
             HERE.set(ShardId::using(OWNED));
-            TAKEN.fetch_and(!(1 << self.0.stripe()), Ordering::Release);
+            TAKEN.fetch_and(!(1 << self.0.0), Ordering::Release);
         }
     }
 }
@@ -223,8 +218,7 @@ impl Shard {
     /// Returns a number that differs from one rejected request to the next.
     pub(super) fn spread(&self, place: ShardId) -> u64 {
         let sheds: u64 = self.rejected.iter().map(|count| count.load(Ordering::Relaxed)).sum();
-        (sheds.wrapping_mul(STRIPES as u64) + place.stripe() as u64)
-            .wrapping_mul(0x9E37_79B9_7F4A_7C15)
+        (sheds.wrapping_mul(STRIPES as u64) + place.0 as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15)
             >> 32
     }
 
@@ -481,9 +475,9 @@ mod tests {
                 threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
             });
             places.push(here);
-            assert!(places.iter().all(|place| place.stripe() < STRIPES));
+            assert!(places.iter().all(|place| place.0 < STRIPES));
             let mut owned: Vec<_> = places.iter().filter(|place| place.is_owned()).collect();
-            owned.sort_by_key(|place| place.stripe());
+            owned.sort_by_key(|place| place.0);
             assert!(owned.windows(2).all(|pair| pair[0] != pair[1]), "{owned:?}");
             assert!(places.iter().any(|place| !place.is_owned()), "there are too few for all");
         }
@@ -531,7 +525,7 @@ mod tests {
             for _ in 0..threads {
                 scope.spawn(|| {
                     let place = ShardId::here();
-                    let tally = &tallies[place.stripe()];
+                    let tally = &tallies[place.0];
                     for at in 0..EACH {
                         tally.admit(place, ByteSize::mib(1), ByteSize::new(at % 2));
                         let full = Some((Budget::Host, ByteSize::mib(8)));

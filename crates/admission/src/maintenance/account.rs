@@ -62,7 +62,7 @@ impl BudgetAccount {
             && physical.is_zero()
             && ledger.ceiling() == ByteSize::MAX
             && ledger.reserved().is_zero()
-            && self.pressure.level() == Level::None
+            && self.pressure.level == Level::None
     }
 
     /// Updates the allowance and the headroom reserved within it.

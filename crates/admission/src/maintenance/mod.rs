@@ -270,7 +270,7 @@ impl Maintenance {
         self.account(&sample, &stats, now);
         self.record_limits(&sample, &stats, now);
         self.may_fill_up = self.may_fill_up(&sample);
-        self.admission.state().large.tend(self.host.pressure.level(), now);
+        self.admission.state().large.tend(self.host.pressure.level, now);
         let worth = self.urgent_purge_worth(&sample);
         let unused = &self.admission.state().unused;
         unused.publish(
@@ -367,7 +367,7 @@ impl Maintenance {
         own.into_iter().chain(&mut self.further).for_each(BudgetAccount::leave);
         self.admission.set_level(Level::None);
         self.admission.state().unowned.store(0, Ordering::Relaxed);
-        self.admission.state().host.set_single(ByteSize::ZERO);
+        self.admission.state().host.single.store(0, Ordering::Relaxed);
         self.admission.state().queue.end();
     }
 
@@ -387,27 +387,23 @@ impl Maintenance {
         let most = if is_open { ByteSize::MAX } else { self.host.correction.most };
         let reasons = [RejectReason::Full, RejectReason::Pressure, RejectReason::Exhausted];
         let purge_ended = self.purge.next() != Moment::NEVER;
-        self.exhaustion.update(
-            now,
-            ExhaustionSample {
-                most,
-                smallest: self.host.counts.smallest(),
-                admitted_total: self.host.counts.admitted_total(),
-                refused_total: reasons.into_iter().map(|reason| stats.rejected_total(reason)).sum(),
-                purged: purge_ended.then_some(self.purged_at),
-            },
-        );
-        let is_declared = self.exhaustion.is_declared();
+        let seen = ExhaustionSample {
+            most,
+            smallest: self.host.counts.smallest(),
+            admitted_total: self.host.counts.admitted_total(),
+            refused_total: reasons.into_iter().map(|reason| stats.rejected_total(reason)).sum(),
+            purged: purge_ended.then_some(self.purged_at),
+        };
+        self.exhaustion.update(now, seen);
         let may_serve_one = self.exhaustion.may_serve_one();
         let single = if may_serve_one { self.room_for_one(sample) } else { ByteSize::ZERO };
-        self.admission.state().host.set_single(single);
+        self.admission.state().host.single.store(single.get(), Ordering::Relaxed);
         // While some are served, others wait for their end.
-        let serves_one = self.exhaustion.serves_one();
+        let rejects = self.exhaustion.is_declared() && !self.exhaustion.serves_one();
         let unowned = self.host.correction.unowned.max(ByteSize::new(1));
-        let rejects = is_declared && !serves_one;
         let unowned = if rejects { unowned.get() } else { 0 };
         self.admission.state().unowned.store(unowned, Ordering::Relaxed);
-        if self.state.set_exhausted(is_declared, serves_one, self.exhaustion.needs_restart()) {
+        if self.state.set_exhausted(&self.exhaustion) {
             jobs.insert(Job::ReportExhaustion);
         }
     }
@@ -446,13 +442,8 @@ impl Maintenance {
             if account.is_unused(physical, limit) {
                 return ByteSize::ZERO;
             }
-            let measured = Measured { physical, purgeable, ceiling, turnover };
-            account.correct(measured);
-            if limit == ByteSize::MAX {
-                ByteSize::ZERO
-            } else {
-                physical.saturating_sub(limit.scaled(mark))
-            }
+            account.correct(Measured { physical, purgeable, ceiling, turnover });
+            physical.saturating_sub(account::ceiling(limit, mark))
         });
         for (nth, device) in self.further.iter_mut().enumerate() {
             device.update_device(self.sensor.further_device(nth), self.settings.ceiling, now);
@@ -464,10 +455,10 @@ impl Maintenance {
         self.state.set_entered(&self.host.pressure);
         // The device's level unloads; only the host's rejects, since a cost that does not fit the
         // device is rejected by its ledger, and no process is killed.
-        self.admission.set_level(self.host.pressure.level());
+        self.admission.set_level(self.host.pressure.level);
         // Last: a reader that sees a level finds it in force.
         for (account, wanted) in [&self.host, &self.device].into_iter().zip(wanted) {
-            self.state.set_level(account.budget, account.pressure.level(), wanted);
+            self.state.set_level(account.budget, account.pressure.level, wanted);
         }
     }
 
@@ -517,8 +508,8 @@ impl Maintenance {
             required: sample.required(),
             uncovered: self.host.correction.uncovered,
             is_measured: self.host.correction.is_measured(),
-            unlearned: self.admission.state().host.unlearned(),
-            level: self.host.pressure.level(),
+            unlearned: ByteSize::new(self.host.ledger().unlearned.load(Ordering::Relaxed)),
+            level: self.host.pressure.level,
             turnover,
             tick: self.settings.active_tick,
             late: now - self.planned,
@@ -554,7 +545,7 @@ impl Maintenance {
             .has_recent_shed(now, self.admission.state().sheds_total().saturating_add(further));
         // An instance that shuts down sheds to others, which are to have room.
         let sheds = sheds && !self.admission.is_closed();
-        let is_critical = self.host.pressure.level() == Level::Critical;
+        let is_critical = self.host.pressure.level == Level::Critical;
         let is_short = sheds || stats.waiting > 0 || is_critical || self.exhaustion.is_declared();
         let value = if is_short { 1.0 } else { self.taken() };
         self.state.set_saturation(self.saturation.add(now, value));
@@ -571,7 +562,7 @@ impl Maintenance {
     /// Posts one reclaim step for each budget.
     fn climb(&self, now: Moment, jobs: &mut Jobs) {
         for account in [&self.host, &self.device] {
-            let level = account.pressure.level();
+            let level = account.pressure.level;
             let due = self.policy.due(account.budget, level, now);
             let starts =
                 |&at: &usize| self.policy.step(at).is_some_and(|step| step.pace.start(now));
@@ -585,7 +576,7 @@ impl Maintenance {
     /// for its contents does not sleep: that relieves nothing, and a purge would wait for its
     /// copies.
     fn sleep_due(&self, sample: &Sample) -> Moment {
-        let is_short = self.host.pressure.level() > Level::None;
+        let is_short = self.host.pressure.level > Level::None;
         if is_short && sample.device_sleep_takes_host {
             return Moment::NEVER;
         }
@@ -599,7 +590,7 @@ impl Maintenance {
         let before = self.last.map_or(ByteSize::MAX, |last| last.physical);
         let grown = sample.physical.saturating_sub(before);
         let grows = grown > if limit.is_known() { limit.bytes.scaled(0.01) } else { ByteSize::MAX };
-        let pressed = self.host.pressure.level().max(self.device.pressure.level()) > Level::None;
+        let pressed = self.host.pressure.level.max(self.device.pressure.level) > Level::None;
         let waits = !self.admission.state().queue.is_empty();
         let mut accounts = [&self.host, &self.device].into_iter().chain(&self.further);
         let is_held = accounts.any(|account| !account.ledger().requests().is_zero());

@@ -133,7 +133,7 @@ impl Maintenance {
         // Freed memory stays in the arena of its thread, but the next request may run on a thread
         // of another arena, which cannot reuse it.
         let is_urgent = self.may_fill_up && purgeable > self.urgent_purge_worth(sample);
-        let pressed = self.host.pressure.level() >= Level::Elevated || is_urgent;
+        let pressed = self.host.pressure.level >= Level::Elevated || is_urgent;
         let trigger = if pressed || self.exhaustion.wants_purge() {
             Trigger::Pressure
         } else if loaded && much {

@@ -6,16 +6,18 @@
 //! Invariant: `required = physical - purgeable` as of one tick, or of two if a tick came in
 //! between.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::time::Duration;
 
 use crate::ceiling::CeilingParts;
 use crate::cost::Budget;
+use crate::exhaustion::Exhaustion;
 use crate::limit_advice::{LimitAdvice, LimitRecord, LimitSample};
 use crate::pressure::{Level, PressureTracker};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Bell;
+use lowtide_core::sync::{Mutex, lock, try_lock};
 
 use super::saturation::Utilizations;
 use super::{Sample, Trigger};
@@ -182,14 +184,10 @@ impl PressureState {
     }
 
     /// Sets the exhaustion state and returns `true` if it has changed, except for `serves_one`.
-    pub(super) fn set_exhausted(
-        &self,
-        exhausted: bool,
-        serves_one: bool,
-        needs_restart: bool,
-    ) -> bool {
+    pub(super) fn set_exhausted(&self, of: &Exhaustion) -> bool {
+        let (exhausted, needs_restart) = (of.is_declared(), of.needs_restart);
         // First: a reader that sees exhaustion finds whether requests are served.
-        self.serves_one.store(serves_one, Ordering::Release);
+        self.serves_one.store(of.serves_one(), Ordering::Release);
         let was_restart = self.needs_restart.swap(needs_restart, Ordering::AcqRel);
         let was_exhausted = self.exhausted.swap(exhausted, Ordering::AcqRel);
         (was_exhausted, was_restart) != (exhausted, needs_restart)
@@ -212,17 +210,13 @@ impl PressureState {
     /// takes a lock for some 50 us.
     #[must_use]
     pub fn limit_advice(&self) -> LimitAdvice {
-        self.limits.lock().unwrap_or_else(PoisonError::into_inner).advice()
+        lock(&self.limits).advice()
     }
 
     /// Records a sample, unless the record is being read: then the next sample covers its time too.
     pub(super) fn record_limits(&self, sample: LimitSample, ceiling_part: f64) {
-        match self.limits.try_lock() {
-            Ok(mut limits) => limits.add(sample, ceiling_part),
-            Err(TryLockError::Poisoned(poisoned)) => {
-                poisoned.into_inner().add(sample, ceiling_part);
-            }
-            Err(TryLockError::WouldBlock) => {}
+        if let Some(mut limits) = try_lock(&self.limits) {
+            limits.add(sample, ceiling_part);
         }
     }
 
@@ -252,8 +246,8 @@ impl PressureState {
     }
 
     pub(super) fn set_entered(&self, pressure: &PressureTracker) {
-        for (level, entered) in Level::ALL.into_iter().zip(&self.entered) {
-            entered.store(pressure.entered_total(level), Ordering::Relaxed);
+        for (entered, count) in self.entered.iter().zip(pressure.entered) {
+            entered.store(count, Ordering::Relaxed);
         }
     }
 }

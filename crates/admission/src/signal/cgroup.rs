@@ -163,13 +163,8 @@ impl Cgroup {
     /// Finds the memory cgroup by the text of `/proc/self/cgroup`. Returns `None`, with an entry in
     /// `missing`, if none is visible.
     pub(super) fn find(root: &Path, lines: &[u8], missing: &mut Vec<SignalError>) -> Option<Self> {
-        let mounts = match read_whole(&root.join("proc/self/mountinfo")) {
-            Ok(mounts) => mounts,
-            Err(error) => {
-                missing.push(error);
-                return None;
-            }
-        };
+        let mounts = read_whole(&root.join("proc/self/mountinfo"));
+        let mounts = mounts.map_err(|error| missing.push(error)).ok()?;
         let (mut outside, mut unreadable) = (None, None);
         // Version 1 first: on a hybrid host the `0::` line exists without a memory controller.
         for names in [&V1, &V2] {

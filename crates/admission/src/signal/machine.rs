@@ -32,7 +32,7 @@ pub(super) struct Machine {
     meminfo: Option<SignalFile>,
     overcommit: Option<SignalFile>,
     /// All physical memory, read once.
-    total: Option<ByteSize>,
+    pub(super) total: Option<ByteSize>,
     looked: Mutex<MachineBounds>,
 }
 
@@ -90,11 +90,6 @@ impl Machine {
         if let Some(total) = total.or(self.total) {
             looked.usable = Some(total.saturating_sub(huge));
         }
-    }
-
-    /// Returns all physical memory.
-    pub(super) const fn total(&self) -> Option<ByteSize> {
-        self.total
     }
 
     /// Returns the bounds as of the last look.

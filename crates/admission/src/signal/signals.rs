@@ -202,7 +202,7 @@ impl Signals {
     /// Returns the machine's physical memory, read once; `None` if it could not be read.
     #[must_use]
     pub const fn machine(&self) -> Option<ByteSize> {
-        self.machine.total()
+        self.machine.total
     }
 
     /// Returns the signals that are not available, as of the last [look](Signals::look).
@@ -250,22 +250,16 @@ impl Signals {
     /// Returns what counts against the limit.
     fn used(&self, glance: Glance) -> (Arc<CgroupFiles>, Used) {
         let (files, resident) = (self.files(), glance.resident);
-        let anonymous = resident.map(|resident| resident.anon);
+        let anonymous = resident.map(|resident| resident.anon).unwrap_or_default();
         let group = files.cgroup.as_ref();
-        let group = group.map(|group| group.sample(glance.usage, anonymous.unwrap_or_default()));
-        let group = group.unwrap_or_default();
+        let group = group.map(|group| group.sample(glance.usage, anonymous)).unwrap_or_default();
         // A machine's limit applies to this process, a cgroup's to all of the cgroup.
         let usable = self.machine.bounds().usable.unwrap_or(ByteSize::MAX);
         let held = group.held.filter(|_| group.least.is_some_and(|least| least <= usable));
         let (physical, is_group) = match held {
             // Memory that is charged to a cgroup in which the process was before.
-            Some(held) => {
-                (held.max(anonymous.unwrap_or_default().saturating_sub(self.error)), true)
-            }
-            None => match self.own(resident).or(group.held) {
-                Some(own) => (own, false),
-                None => (ByteSize::ZERO, false),
-            },
+            Some(held) => (held.max(anonymous.saturating_sub(self.error)), true),
+            None => (self.own(resident).or(group.held).unwrap_or_default(), false),
         };
         (files, Used { group, resident, physical, is_group })
     }
@@ -382,16 +376,11 @@ impl Signals {
     /// Returns the resident set by kind. Costs more than a sample (25 us measured); for metrics.
     #[must_use]
     pub fn resident(&self) -> Option<Resident> {
-        let status = self.status.as_ref()?;
-        status
-            .read(|text| {
-                Some(Resident {
-                    anon: kib_of(text, b"RssAnon:")?,
-                    file: kib_of(text, b"RssFile:")?,
-                    shmem: kib_of(text, b"RssShmem:")?,
-                })
-            })
-            .flatten()
+        let read = |text: &[u8]| {
+            let (anon, file) = (kib_of(text, b"RssAnon:")?, kib_of(text, b"RssFile:")?);
+            Some(Resident { anon, file, shmem: kib_of(text, b"RssShmem:")? })
+        };
+        self.status.as_ref()?.read(read).flatten()
     }
 }
 
