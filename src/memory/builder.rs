@@ -325,8 +325,7 @@ impl Builder {
             ending: super::running::ExitSignal::default(),
         });
         let _ = joined.set(Arc::clone(&shared));
-        shared.set_admission_mode(shared.config.admission_mode.value);
-        evict_when_short(&shared, self.is_detached);
+        prepare_admission(&shared, self.is_detached);
         diagnostics.into_iter().for_each(|diagnostic| shared.add_diagnostic(diagnostic));
         let actions = MaintenanceExecutor::new(&shared, self.hook, self.recall_hook);
         let worker = maintenance.worker(Box::new(actions));
@@ -531,9 +530,10 @@ pub(super) const fn is_usual(error: &SignalError) -> bool {
     matches!(error, SignalError::NoCgroup | SignalError::NoPsi { .. })
 }
 
-/// Evicts idle resources and asks reclaimers to make room. The heap is purged before the room is
+/// Sets the mode, and lets idle resources and reclaimers make room. The heap is purged before it is
 /// used. A detached `Memory` measures nothing, and so asks no reclaimer.
-fn evict_when_short(shared: &Arc<Shared>, is_detached: bool) {
+fn prepare_admission(shared: &Arc<Shared>, is_detached: bool) {
+    shared.set_admission_mode(shared.config.admission_mode.value);
     let purged = Arc::downgrade(shared);
     shared.resources.evict_for(&shared.admission, Arc::clone(&shared.clock), move || {
         if let Some(shared) = purged.upgrade() {
