@@ -74,8 +74,10 @@ impl Bed {
     /// Reserves what is left for requests.
     pub(crate) fn fill(&self) -> Permit {
         let ledger = self.memory.admission().ledger(Budget::Host);
-        let left = ledger.allowance().saturating_sub(ledger.reserved());
-        self.memory.admission().try_admit(Cost::host(left)).expect("it fits")
+        let left = || Cost::host(ledger.allowance().saturating_sub(ledger.reserved()));
+        // A tick may change the allowance meanwhile.
+        let mut tries = (0..100).map(|_| self.memory.admission().try_admit(left()));
+        tries.find_map(Result::ok).expect("it fits")
     }
 
     pub(crate) fn stats(&self) -> AdmissionStats {
