@@ -223,8 +223,6 @@ struct PermitState {
     has_taught: bool,
     /// What it held when its answer became a stream.
     streams: Option<ByteSize>,
-    /// The time until which its body waits in the queue to resume.
-    queued_until: Option<Moment>,
     /// What it had reserved when it was suspended, with what it has grown by since; `None` while it
     /// is not suspended.
     claimed: Option<ByteSize>,
@@ -292,7 +290,6 @@ impl RequestPermit {
                 answer: None,
                 has_taught: false,
                 streams: None,
-                queued_until: None,
                 claimed: terms.claimed,
                 declared: ByteSize::ZERO,
                 cancelled: None,
@@ -529,7 +526,8 @@ impl RequestPermit {
     }
 
     /// Releases the claim of a request whose answer is a stream: from now on it has reserved what
-    /// it holds and a window, and more as it grows. An answer is a stream once it has lasted, or at
+    /// it holds and a window, and more as it grows. If its body waits in the queue, it goes on at its
+    /// turn without its claim. An answer is a stream once it has lasted, or at
     /// once if others of its route have. Once it has lasted its route learns from it, since it may
     /// go on for hours. Returns `true` if nothing is left to do.
     fn tend_stream(&self, now: Moment) -> bool {
@@ -544,8 +542,7 @@ impl RequestPermit {
             let Some(need) = &held.terms.need else { return (state, false) };
             let is_late = need.has(GROWS_LATE);
             let has_lasted = lasted >= if is_late { LATE_AFTER } else { STREAM_AFTER };
-            // While its body waits in the queue, it is about to resume.
-            if !self.may_release_claim(held) || held.queued_until.is_some_and(|until| now < until) {
+            if !self.may_release_claim(held) {
                 return (state, false);
             }
             let succeeded = held.answer == Some(true);
@@ -597,11 +594,8 @@ impl RequestPermit {
     /// suspended.
     pub(super) fn wait_to_resume(&self) -> Option<Waiting> {
         let ResumeOptions { priority, tenant, within } = self.0.owner().resumes?;
-        let mut held = self.held();
-        let waiting = held.permit.wait_to_resume(held.claimed(), priority, tenant, within);
-        let until = held.permit.state().last_tick() + within;
-        held.queued_until = waiting.is_some().then_some(until);
-        waiting
+        let held = self.held();
+        held.permit.wait_to_resume(held.claimed(), priority, tenant, within)
     }
 
     /// Reserves the claim of a suspended request again. Returns `true` if it has entered the slow
@@ -1021,7 +1015,7 @@ impl Admitted {
 
     /// Records that its reservation is not suspended any more.
     fn resumed(&self, held: &mut PermitState) {
-        (held.claimed, held.queued_until) = (None, None);
+        held.claimed = None;
         self.reserved_at.store(nanos(held.permit.state().last_tick()), Ordering::Relaxed);
         self.is_suspended.store(false, Ordering::Relaxed);
     }

@@ -253,7 +253,7 @@ fn requests_of_an_unknown_route_wait_for_its_measurement_and_reserve_what_it_nee
     let clock: Arc<dyn Clock> = bed.clock.clone();
     let flat = move |_: &http::request::Parts| Cost::host(estimate);
     let layer = MemoryLayer::new(bed.memory.admission().clone(), flat).clock(clock);
-    let mut calls: Vec<_> = (0..12).map(|_| call(&layer, "/new", Counted::default(), 40)).collect();
+    let mut calls: Vec<_> = (0..12).map(|_| call(&layer, "/new", Counted::default(), 50)).collect();
     for call in &mut calls {
         assert!(poll(call).is_pending());
     }
@@ -265,6 +265,6 @@ fn requests_of_an_unknown_route_wait_for_its_measurement_and_reserve_what_it_nee
         most = most.max(bed.stats().held());
         bed.clock.advance(TICK);
     }
-    assert!(most <= 4, "{most} at once, though three of 40 MiB fill the ledger");
+    assert!(most <= 4, "{most} at once, though five of 50 MiB exceed the highest ceiling");
     assert_eq!(bed.stats().rejected, [0; 10]);
 }
