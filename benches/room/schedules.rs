@@ -15,7 +15,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use lowtide_admission::clock::Moment;
-use lowtide_admission::layer::{LargeRequest, SLOW_AFTER, Waiting};
+use lowtide_admission::layer::{LargeRequest, RequestFigures, SLOW_AFTER, Waiting};
 use lowtide_admission::{Admission, Budget, ByteSize, Cost, Permit, Priority, Rejected};
 use lowtide_core::sync::lock;
 
@@ -106,7 +106,6 @@ struct Upload {
     arrived: u64,
     /// The last time at which its claim was reserved.
     reserved_at: Moment,
-    is_suspended: bool,
     waits: Option<Place>,
 }
 
@@ -122,21 +121,22 @@ impl Upload {
 }
 
 impl LargeRequest for Admitted {
-    fn reserved(&self) -> Option<ByteSize> {
-        lock(&self.0).as_ref().map(|upload| upload.permit.cost().host)
-    }
-
-    fn admitted_at(&self) -> Option<Moment> {
-        lock(&self.0).as_ref().map(|upload| upload.reserved_at)
+    fn figures(&self) -> Option<RequestFigures> {
+        let upload = lock(&self.0);
+        let upload = upload.as_ref()?;
+        let (reserved, admitted_at) = (upload.permit.cost().host, Some(upload.reserved_at));
+        Some(RequestFigures { reserved, admitted_at, ..RequestFigures::default() })
     }
 
     fn suspend(&self, now: Moment) {
         let mut upload = lock(&self.0);
         let Some(upload) = &mut *upload else { return };
-        if upload.is_whole() || upload.is_suspended || now - upload.reserved_at < SLOW_AFTER {
+        if upload.is_whole()
+            || upload.permit.is_suspended()
+            || now - upload.reserved_at < SLOW_AFTER
+        {
             return;
         }
-        upload.is_suspended = true;
         upload.permit.suspend(upload.held().saturating_add(WINDOW));
     }
 }
@@ -231,9 +231,8 @@ impl World {
         let claim = permit.cost().host;
         let length = (bytes / (1 + self.chance.next() % 4)).max(1);
         let arrived = if self.has_pieces { 0 } else { length };
-        let (reserved_at, is_suspended, waits) = (self.now, false, None);
-        let upload =
-            Upload { permit, number, claim, length, arrived, reserved_at, is_suspended, waits };
+        let (reserved_at, waits) = (self.now, None);
+        let upload = Upload { permit, number, claim, length, arrived, reserved_at, waits };
         let admitted = Arc::new(Admitted::default());
         if self.has_pieces {
             upload.permit.state().register(Arc::<Admitted>::clone(&admitted));
@@ -265,8 +264,8 @@ impl World {
         let arrived = (it.arrived + pieces * it.length.div_ceil(8)).min(it.length);
         let wanted = ByteSize::new(arrived).saturating_add(WINDOW);
         let is_last = arrived == it.length;
-        if it.is_suspended && (is_last || !it.permit.reserve_arriving(wanted)) {
-            let waiting = it.permit.wait_to_resume(it.claim, Priority::Normal, 0, WITHIN);
+        if it.permit.is_suspended() && (is_last || !it.permit.reserve_arriving(wanted)) {
+            let waiting = it.permit.wait_to_resume(Priority::Normal, 0, WITHIN);
             it.waits = waiting.map(|waiting| Place::new(waiting, self.now));
             let has_room = it.waits.is_some();
             drop(upload);
@@ -293,9 +292,9 @@ impl World {
             place.rest();
             let Some(is_turn) = place.poll() else { return true };
             let before = it.permit.cost().host.get();
-            match it.permit.resume(Some(&place.0).filter(|_| is_turn), it.claim, Priority::Normal) {
+            match it.permit.resume(Some(&place.0).filter(|_| is_turn), Priority::Normal) {
                 Ok(()) => {
-                    (it.waits, it.is_suspended, it.reserved_at) = (None, false, self.now);
+                    (it.waits, it.reserved_at) = (None, self.now);
                     let (number, more) = (it.number, it.permit.cost().host.get() - before);
                     drop(upload);
                     self.passes(more, number);

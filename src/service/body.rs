@@ -24,11 +24,11 @@
 use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker, ready};
+use std::task::{Context, Poll, Waker};
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
-use lowtide_admission::{Rejected, layer::Waiting};
+use lowtide_admission::Rejected;
 use lowtide_heap::unmeasured;
 use pin_project_lite::pin_project;
 
@@ -36,7 +36,7 @@ use crate::BoxError;
 use crate::bytes::ByteSize;
 
 use super::load_report::LoadReports;
-use super::permit::{RequestPermit, WeakPermit};
+use super::permit::{QueuePlace, RequestPermit, WeakPermit};
 use super::scoped::Scoped;
 
 /// A request's frame of at most so many bytes is a plain copy. It would keep the whole buffer of
@@ -76,10 +76,7 @@ pin_project! {
         is_unread: bool,
         // The end of the body of a suspended request.
         last: Option<Last>,
-        // Its place in the queue.
-        waiting: Option<Waiting>,
-        // There was no room for the claim of the suspended request.
-        is_refused: bool,
+        place: QueuePlace,
     }
 
     impl<Q> PinnedDrop for RequestBody<Q> {
@@ -101,7 +98,7 @@ pin_project! {
 
 impl<Q: Body> RequestBody<Q> {
     /// Creates a body that only passes: it belongs to no permit, or another body records it.
-    pub(super) const fn passed(body: Q) -> Self {
+    pub(super) fn passed(body: Q) -> Self {
         Self::of(body, None, false)
     }
 
@@ -117,9 +114,9 @@ impl<Q: Body> RequestBody<Q> {
         Self::of(body, permit, is_arriving)
     }
 
-    const fn of(body: Q, permit: Option<RequestPermit>, is_arriving: bool) -> Self {
-        let (last, waiting, is_unread, is_refused) = (None, None, true, false);
-        Self { body: Some(body), permit, is_arriving, is_unread, last, waiting, is_refused }
+    fn of(body: Q, permit: Option<RequestPermit>, is_arriving: bool) -> Self {
+        let (body, last, place) = (Some(body), None, QueuePlace::NONE);
+        Self { body, permit, is_arriving, is_unread: true, last, place }
     }
 }
 
@@ -158,57 +155,6 @@ enum Last {
     End,
 }
 
-/// Waits until a suspended request may receive more of its body. `is_last` if it needs its whole
-/// claim for that, or to work.
-#[cold]
-pub(super) fn poll_room(
-    permit: &RequestPermit,
-    waiting: &mut Option<Waiting>,
-    is_refused: &mut bool,
-    is_last: bool,
-    cx: &Context<'_>,
-) -> Poll<()> {
-    if std::mem::take(is_refused) {
-        // It is read by a task, which the layer cannot end.
-        permit.go_on();
-        return Poll::Ready(());
-    }
-    if !is_last && waiting.is_none() && permit.may_receive() {
-        return Poll::Ready(());
-    }
-    if waiting.is_none() {
-        *waiting = permit.wait_to_resume();
-    }
-    // Ends: each iteration needs a wake of the queue.
-    loop {
-        let is_turn = match waiting {
-            Some(waiting) => ready!(waiting.poll_turn(cx)),
-            None => false,
-        };
-        match permit.resume(waiting.as_ref().filter(|_| is_turn)) {
-            Ok(false) => break,
-            Ok(true) => {
-                *waiting = None;
-                cx.waker().wake_by_ref();
-                return Poll::Pending;
-            }
-            Err(rejected) if is_turn && rejected.may_wait() => {}
-            Err(rejected) => {
-                permit.refuse(rejected);
-                break;
-            }
-        }
-    }
-    *waiting = None;
-    if permit.is_suspended() {
-        // The layer ends the handler at the end of this poll.
-        *is_refused = true;
-        cx.waker().wake_by_ref();
-        return Poll::Pending;
-    }
-    Poll::Ready(())
-}
-
 impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
     type Data = Bytes;
     type Error = Q::Error;
@@ -226,9 +172,8 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
         // Ends: it goes on only with the end of the body, which has room then.
         let polled = loop {
             if permit.is_suspended() {
-                let (waiting, is_refused) = (&mut *this.waiting, &mut *this.is_refused);
-                let is_last = this.last.is_some();
-                if unmeasured(|| poll_room(permit, waiting, is_refused, is_last, cx)).is_pending() {
+                let (place, is_last) = (&mut *this.place, this.last.is_some());
+                if unmeasured(|| permit.poll_room(place, is_last, cx)).is_pending() {
                     // Until there is room, the client is not waited for.
                     permit.receives(Poll::Ready(0), cx.waker());
                     return Poll::Pending;

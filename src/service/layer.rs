@@ -56,7 +56,8 @@ use super::estimate::{ContentLength, Estimate, UNDECLARED, body_length, note_len
 use super::exempt::{ExemptPaths, ExemptShare};
 use super::load_report::{Carrier, LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReports};
 use super::permit::{
-    QueuePlace, RequestOptions, RequestPermit, ResumeOptions, WINDOW, enter_slow_start, enter_turn,
+    QueuePlace, RequestHolds, RequestPermit, RequestTerms, ResumeOptions, WINDOW, enter_slow_start,
+    enter_turn,
 };
 use super::rejection::{Drain, negotiated};
 use super::scoped::Scoped;
@@ -566,43 +567,38 @@ impl<E: Estimate> MemoryLayer<E> {
         let may_receive = can_suspend && is_http2 && reads && !body.is_end_stream();
         let label = format_args!("{method} {route}");
         let booked = settings.book(slot, (cost, priority), &label, waiting, may_receive);
-        let (permit, slot, claimed) =
-            booked.map_err(|rejected| NotAdmitted { rejected, cost, priority })?;
-        // A trusted estimate may cover memory that is not measured, so it is not replaced.
-        let reports = is_measured && settings.starts_slowly;
-        let cap = Some(settings.request_cap);
-        let cap = cap.filter(|cap| is_measured && !is_exempt && cap.is_finite());
+        let (permit, slot) = booked.map_err(|rejected| NotAdmitted { rejected, cost, priority })?;
+        let is_suspended = permit.is_suspended();
         // Until it resumes.
-        turn.iter().filter(|_| claimed.is_some()).for_each(Turn::leave);
-        let enters = settings.starts_slowly && (slot.is_some() || claimed.is_some());
+        turn.iter().filter(|_| is_suspended).for_each(Turn::leave);
+        let enters = settings.starts_slowly && (slot.is_some() || is_suspended);
         let enters = enters.then(|| (settings.admission.clone(), Arc::clone(&settings.clock)));
-        let (method, route) = (method.clone(), RouteLabel::new(route));
-        // gRPC needs HTTP/2.
-        let content_type = if is_http2 { head.headers.get(CONTENT_TYPE).cloned() } else { None };
-        let version = head.version;
         let max_wait = settings.max_wait;
         let within = if max_wait.is_zero() { Config::MAX_WAIT } else { max_wait };
         let tenant: Option<&Tenant> = if is_measured { head.extensions.get() } else { None };
         let number = self.number_of(tenant);
-        let resumes = can_suspend.then_some(ResumeOptions { priority, tenant: number, within });
-        let tenant = tenant.cloned();
-        let origin = RequestOrigin { method, version, route, is_matched, tenant, content_type };
-        let terms = RequestOptions {
-            cap,
-            need,
-            share,
-            slot,
+        let has_limits = settings.max_hold.is_some() || settings.min_data_rate.is_some();
+        let cap = Some(settings.request_cap);
+        let terms = RequestTerms {
+            origin: RequestOrigin {
+                method: method.clone(),
+                version: head.version,
+                route: RouteLabel::new(route),
+                is_matched,
+                tenant: tenant.cloned(),
+                // gRPC needs HTTP/2.
+                content_type: head.headers.get(CONTENT_TYPE).filter(|_| is_http2).cloned(),
+            },
+            cap: cap.filter(|cap| is_measured && !is_exempt && cap.is_finite()),
             turn,
             is_measured,
             is_exempt,
-            resumes,
-            reports,
-            claimed,
-            enters,
+            resumes: can_suspend.then_some(ResumeOptions { priority, tenant: number, within }),
+            // A trusted estimate may cover memory that is not measured, so it is not replaced.
+            reports: is_measured && settings.starts_slowly,
+            limits: if has_limits { settings.time_limits(head, priority) } else { None },
         };
-        let has_limits = settings.max_hold.is_some() || settings.min_data_rate.is_some();
-        let limits = if has_limits { settings.time_limits(head, priority) } else { None };
-        Ok(RequestPermit::new(permit, origin, terms, limits))
+        Ok(RequestPermit::new(terms, RequestHolds { permit, need, share, slot, enters }))
     }
 
     /// Returns `true` if another layer of this admission has admitted the request, so that it has a
@@ -649,12 +645,7 @@ impl<E: Estimate> MemoryLayer<E> {
         let request = Request::from_parts(head, RequestBody::new(body, &permit));
         let future = permit.measure(|| inner.call(request));
         let (future, settings) = (Scoped::new(future, Some(permit)), Arc::clone(&self.settings));
-        RequestState::Admitted {
-            future,
-            settings,
-            cancelled_at: None,
-            place: QueuePlace::default(),
-        }
+        RequestState::Admitted { future, settings, cancelled_at: None, place: QueuePlace::NONE }
     }
 
     /// Rejects a request: its body is read, and then it is answered.
@@ -680,9 +671,8 @@ impl<E: Estimate> MemoryLayer<E> {
     }
 }
 
-/// What an admitted request has reserved, its slot of the slow start, and its claim if it has not
-/// reserved that.
-type Booked = (Permit, Option<Arc<SlowStartPermit>>, Option<ByteSize>);
+/// What an admitted request has reserved, and its slot of the slow start.
+type Booked = (Permit, Option<Arc<SlowStartPermit>>);
 
 /// A request that was not admitted.
 struct NotAdmitted {
@@ -731,7 +721,7 @@ impl LayerSettings {
         let may_receive = may_receive && cost.device.is_zero() && !self.max_wait.is_zero();
         let receive = || {
             let permit = || state.admit_suspended(WINDOW, cost.host, priority);
-            may_receive.then(permit)?.map(|permit| (permit, None, Some(cost.host)))
+            may_receive.then(permit)?.map(|permit| (permit, None))
         };
         if matches!(slot, Ok(Some(_)))
             && let Some(received) = receive()
@@ -743,7 +733,7 @@ impl LayerSettings {
                 Some(waiting) => waiting.try_admit(cost, priority, Some(label)),
                 None => state.try_admit_uncounted(cost, priority, Some(label)),
             };
-            permit.map(|permit| (permit, slot, None))
+            permit.map(|permit| (permit, slot))
         };
         slot.and_then(admit).or_else(|rejected| {
             let received = if rejected.may_wait() { receive() } else { None };
@@ -884,7 +874,7 @@ where
                 future,
                 settings,
                 cancelled_at: None,
-                place: QueuePlace::default(),
+                place: QueuePlace::NONE,
             };
             return ResponseFuture { state };
         }

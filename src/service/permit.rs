@@ -43,10 +43,11 @@ use http::request::Parts;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
-use crate::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use crate::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard, lock};
 use lowtide_admission::layer::{
-    AdmissionState, LARGE_MIN, LargeRequest, REGISTERED_MIN, SLOW_AFTER, Turn, Waiting,
+    AdmissionState, LARGE_MIN, LargeRequest, REGISTERED_MIN, RequestFigures, SLOW_AFTER, Turn,
+    Waiting,
 };
 use lowtide_admission::learning::{Compared, GROWS_LATE, READS, STREAMS, SlowStartPermit};
 use lowtide_admission::{
@@ -54,7 +55,6 @@ use lowtide_admission::{
 };
 use lowtide_heap::{Account, AccountMemory, unmeasured};
 
-use super::body::poll_room;
 use super::exempt::ExemptShare;
 use super::time_limits::TimeLimits;
 use super::usage::{self, LiveIn, RequestOrigin};
@@ -100,56 +100,26 @@ pub(super) const WINDOW: ByteSize = ByteSize::kib(64);
 /// estimate: a frame of HTTP/2 by default.
 const STREAM_WINDOW: ByteSize = ByteSize::kib(16);
 
-/// The time after which an answer without a known end has lasted, in nanoseconds: that after which
-/// the slow start lets further requests in. Until then it may be a short one.
-const STREAM_AFTER: u64 = 1_000_000_000;
-/// The same for a route in which an answer grew late, in nanoseconds. An estimate: longer than most
-/// queries.
-const LATE_AFTER: u64 = 60 * STREAM_AFTER;
-/// The value of `goes_on_since` once nothing depends on it any more.
-const TENDED: u64 = u64::MAX;
+/// The time after which an answer without a known end has lasted: that after which the slow start
+/// lets further requests in. Until then it may be a short one.
+const STREAM_AFTER: Duration = Duration::from_secs(1);
+/// The same for a route in which an answer grew late. An estimate: longer than most queries.
+const LATE_AFTER: Duration = Duration::from_secs(60);
 
 /// A permit that does not keep the reservation.
 #[derive(Clone, Debug)]
 pub(super) struct WeakPermit(Weak<Account<Admitted>>);
 
-/// An admitted request.
+/// An admitted request. The layer, its bodies and the control loop read and change it here, and
+/// nowhere else.
 #[derive(Debug)]
 struct Admitted {
-    /// `true` if its memory is measured.
-    is_measured: bool,
-    /// `true` if it has a slot of its route's slow start.
-    is_trial: AtomicBool,
-    is_exempt: bool,
-    /// Its turn, if it is large.
-    turn: Option<Turn>,
-    origin: RequestOrigin,
-    /// The multiple of what it was expected to hold above which it may be cancelled; `None` if
-    /// nothing cancels it.
-    cap: Option<f64>,
+    terms: RequestTerms,
+    state: &'static AdmissionState,
+    admitted_at: Moment,
+    progress: Progress,
     /// The bytes that it reserved when it was admitted, or later by growing.
     claim: AtomicU64,
-    admitted_at: Moment,
-    /// The last time at which its claim was reserved, in nanoseconds.
-    reserved_at: AtomicU64,
-    /// Set once it is registered as large.
-    is_registered: AtomicBool,
-    is_cancelled: AtomicBool,
-    /// `true` once its handler has answered, and the layer cannot end it any more.
-    is_answered: AtomicBool,
-    /// `true` if its handler has dropped its body, and works only once its claim is reserved.
-    is_to_start: AtomicBool,
-    /// `true` while a body of known length has not arrived in whole.
-    is_arriving: AtomicBool,
-    /// The time since which its answer has gone on without a known end, in nanoseconds; 0 before,
-    /// and [`TENDED`] afterwards.
-    goes_on_since: AtomicU64,
-    /// How it resumes once it was suspended; `None` if it is never suspended.
-    resumes: Option<ResumeOptions>,
-    limits: Option<Box<TimeLimits>>,
-    /// What it waits for: [`WORKS`], [`RECEIVES`] or [`SENDS`].
-    progress: AtomicU8,
-    is_suspended: AtomicBool,
     /// The reserved bytes, and the live bytes as reported last, so that most polls need no lock.
     covered: AtomicU64,
     reported: AtomicU64,
@@ -160,18 +130,60 @@ struct Admitted {
     held: Mutex<PermitState>,
 }
 
-/// Its handler works: it has got what it read of the body, or does not read it.
-const WORKS: u8 = 0;
-/// Its handler waits for more of the body.
-const RECEIVES: u8 = 1;
-/// Its handler has returned all of its response, which is not sent yet.
-const SENDS: u8 = 2;
+/// What a request does or waits for: flags in one word, so that whoever changes one sees the others.
+#[derive(Debug)]
+struct Progress(AtomicU16);
 
-/// The place in the queue of a request whose handler goes on once its claim is reserved.
-#[derive(Debug, Default)]
+/// A body of known length has not arrived in whole.
+const ARRIVES: u16 = 1;
+/// Its handler waits for more of the body.
+const RECEIVES: u16 = 1 << 1;
+/// Its reservation is suspended.
+const SUSPENDED: u16 = 1 << 2;
+/// Its handler has dropped its body, and works only once its claim is reserved.
+const STARTS: u16 = 1 << 3;
+/// Its handler has answered, and the layer cannot end it any more.
+const ANSWERED: u16 = 1 << 4;
+/// Its handler has returned all of its response, which is not sent yet.
+const SENDS: u16 = 1 << 5;
+const CANCELLED: u16 = 1 << 6;
+/// It has a slot of its route's slow start.
+const TRIAL: u16 = 1 << 7;
+/// It is in the registry of large requests.
+const REGISTERED: u16 = 1 << 8;
+
+impl Progress {
+    fn has(&self, flags: u16) -> bool {
+        self.0.load(Ordering::Acquire) & flags != 0
+    }
+
+    /// Sets flags. Returns `true` if it had one of them.
+    fn set(&self, flags: u16) -> bool {
+        self.0.fetch_or(flags, Ordering::AcqRel) & flags != 0
+    }
+
+    fn clear(&self, flags: u16) {
+        self.0.fetch_and(!flags, Ordering::AcqRel);
+    }
+
+    /// Replaces its flags, unless the change is `None`. Returns what it had, as an error if nothing
+    /// was changed.
+    fn change(&self, change: impl Fn(u16) -> Option<u16>) -> Result<u16, u16> {
+        self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, change)
+    }
+}
+
+/// The place in the queue of a suspended request, or of its body.
+#[derive(Debug)]
 pub(super) struct QueuePlace {
     waiting: Option<Waiting>,
+    /// There was no room for its claim in time.
     is_refused: bool,
+}
+
+impl QueuePlace {
+    /// It does not wait.
+    pub(super) const NONE: Self = Self { waiting: None, is_refused: false };
 }
 
 /// The terms on which a suspended request waits for room.
@@ -183,18 +195,13 @@ pub(super) struct ResumeOptions {
     pub(super) within: Duration,
 }
 
-/// The layer's data of an admitted request.
+/// What an admitted request is, from its admission to its end.
 #[derive(Debug)]
-pub(super) struct RequestOptions {
+pub(super) struct RequestTerms {
+    pub(super) origin: RequestOrigin,
     /// The multiple of what it was expected to hold above which it may be cancelled; `None` if
     /// nothing cancels it.
     pub(super) cap: Option<f64>,
-    /// The recipient of the measured memory.
-    pub(super) need: Option<Compared>,
-    /// The share of a request that is exempt by its path.
-    pub(super) share: Option<ExemptShare>,
-    /// The slot of a large request whose route is not known yet.
-    pub(super) slot: Option<Arc<SlowStartPermit>>,
     /// Its turn, if it is large.
     pub(super) turn: Option<Turn>,
     /// `true` if its memory is measured.
@@ -205,8 +212,19 @@ pub(super) struct RequestOptions {
     /// `true` if the measured bytes are reported as all that it holds. `false` if its estimate may
     /// cover memory that is not measured.
     pub(super) reports: bool,
-    /// Its claim if it starts suspended, to receive its body.
-    pub(super) claimed: Option<ByteSize>,
+    pub(super) limits: Option<Box<TimeLimits>>,
+}
+
+/// What an admitted request uses, in part until it ends.
+#[derive(Debug)]
+pub(super) struct RequestHolds {
+    pub(super) permit: Permit,
+    /// The recipient of the measured memory.
+    pub(super) need: Option<Compared>,
+    /// The share of a request that is exempt by its path.
+    pub(super) share: Option<ExemptShare>,
+    /// The slot of a large request whose route is not known yet.
+    pub(super) slot: Option<Arc<SlowStartPermit>>,
     /// The admission and the clock with which it enters the slow start of its route when it
     /// resumes; `None` if it does not.
     pub(super) enters: Option<(Admission, Arc<dyn Clock>)>,
@@ -214,20 +232,21 @@ pub(super) struct RequestOptions {
 
 #[derive(Debug)]
 struct PermitState {
-    permit: Permit,
+    holds: RequestHolds,
     /// The largest amount that the handler reported or requested, without the initial reservation.
     reported: Option<ByteSize>,
-    /// Set if its handler answered: `true` for success.
-    answer: Option<bool>,
-    /// `true` once its route has learned from it.
-    has_taught: bool,
-    /// What it held when its answer became a stream.
-    streams: Option<ByteSize>,
-    /// What it had reserved when it was suspended, with what it has grown by since; `None` while it
-    /// is not suspended.
-    claimed: Option<ByteSize>,
     /// What its handler reported to hold. It may not be measured.
     declared: ByteSize,
+    /// The last time at which its claim was reserved.
+    reserved_at: Moment,
+    /// Set if its handler answered: `true` for success.
+    answer: Option<bool>,
+    /// How its answer goes on without a known end.
+    lasts: Lasts,
+    /// What it held when its answer became a stream.
+    streams: Option<ByteSize>,
+    /// `true` once its route has learned from it.
+    has_taught: bool,
     /// Set once it is cancelled.
     cancelled: Option<Rejected>,
     /// The waker of the layer's future, while its handler waits.
@@ -238,69 +257,62 @@ struct PermitState {
     next: u64,
     /// The figures to which its live bytes were added, once they were reported.
     live_in: Option<LiveIn>,
-    terms: RequestOptions,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Lasts {
+    /// It has not gone on, or its end is known.
+    No,
+    Since(Moment),
+    /// Nothing depends on it any more.
+    Done,
 }
 
 impl RequestPermit {
-    pub(super) fn new(
-        mut permit: Permit,
-        origin: RequestOrigin,
-        mut terms: RequestOptions,
-        limits: Option<Box<TimeLimits>>,
-    ) -> Self {
-        let is_measured = terms.is_measured;
+    pub(super) fn new(terms: RequestTerms, mut holds: RequestHolds) -> Self {
+        let RequestHolds { permit, slot, .. } = &mut holds;
         if terms.reports {
             permit.report(ByteSize::ZERO);
         }
-        if let Some(slot) = &terms.slot {
+        let mut flags = if permit.is_suspended() { SUSPENDED | RECEIVES } else { 0 };
+        if let Some(slot) = slot {
             slot.begin();
             permit.mark_unlearned(slot);
+            flags |= TRIAL;
         }
-        let claim = terms.claimed.unwrap_or_else(|| permit.cost().host);
-        let is_suspended = terms.claimed.is_some();
-        let progress = if is_suspended { RECEIVES } else { WORKS };
-        let admitted_at = permit.state().last_tick();
+        let state = permit.state();
+        let admitted_at = state.last_tick();
         let admitted = Admitted {
-            is_measured,
-            is_trial: AtomicBool::new(terms.slot.is_some()),
-            is_exempt: terms.is_exempt,
-            turn: terms.turn.take(),
-            origin,
-            cap: terms.cap,
-            claim: AtomicU64::new(claim.get()),
+            terms,
+            state,
             admitted_at,
-            reserved_at: AtomicU64::new(nanos(admitted_at)),
-            is_registered: AtomicBool::new(false),
-            is_cancelled: AtomicBool::new(false),
-            is_answered: AtomicBool::new(false),
-            is_to_start: AtomicBool::new(false),
-            is_arriving: AtomicBool::new(false),
-            goes_on_since: AtomicU64::new(0),
-            resumes: terms.resumes,
-            limits,
-            progress: AtomicU8::new(progress),
-            is_suspended: AtomicBool::new(is_suspended),
+            progress: Progress(AtomicU16::new(flags)),
+            claim: AtomicU64::new(permit.claim().get()),
             covered: AtomicU64::new(permit.cost().host.get()),
             reported: AtomicU64::new(0),
             lent: AtomicU64::new(0),
             copied: AtomicU64::new(0),
             held: Mutex::new(PermitState {
-                permit,
+                holds,
                 reported: None,
-                answer: None,
-                has_taught: false,
-                streams: None,
-                claimed: terms.claimed,
                 declared: ByteSize::ZERO,
+                reserved_at: admitted_at,
+                answer: None,
+                lasts: Lasts::No,
+                streams: None,
+                has_taught: false,
                 cancelled: None,
                 waker: None,
                 waiting: Vec::new(),
                 next: 0,
                 live_in: None,
-                terms,
             }),
         };
         Self(Arc::new(Account::new(admitted, Admitted::ended)))
+    }
+
+    fn terms(&self) -> &RequestTerms {
+        &self.0.owner().terms
     }
 
     /// Returns the permit of the request for which this thread runs: in its handler, in its
@@ -338,7 +350,7 @@ impl RequestPermit {
     /// Like [`RequestPermit::measure`], for a poll by an executor, which other tasks wait for.
     #[inline]
     pub(super) fn poll<R>(&self, work: impl FnOnce() -> R) -> R {
-        self.run(self.0.owner().turn.as_ref(), work)
+        self.run(self.terms().turn.as_ref(), work)
     }
 
     #[inline]
@@ -347,7 +359,7 @@ impl RequestPermit {
             return work();
         }
         let admitted = self.0.owner();
-        let _trial = admitted.is_trial.load(Ordering::Relaxed).then(|| TrialWork::new(self));
+        let _trial = admitted.progress.has(TRIAL).then(|| TrialWork::new(self));
         turn.into_iter().for_each(Turn::begins_work);
         let _cover = ReserveGuard(self, turn);
         self.0.run(work)
@@ -373,12 +385,12 @@ impl RequestPermit {
 
     /// Returns `true` if the memory of this request is measured.
     pub(super) fn is_measured(&self) -> bool {
-        self.0.owner().is_measured
+        self.terms().is_measured
     }
 
     /// Returns `true` if this admission has reserved its bytes, unless it is exempt.
     pub(super) fn is_admitted_by(&self, admission: &Admission) -> bool {
-        !self.0.owner().is_exempt && std::ptr::eq(self.held().permit.state(), admission.state())
+        !self.terms().is_exempt && std::ptr::eq(self.0.owner().state, admission.state())
     }
 
     /// Returns `true` if this thread runs for this request.
@@ -416,11 +428,11 @@ impl RequestPermit {
     #[cold]
     fn report(&self) {
         let admitted = self.0.owner();
-        let (live, is_short) = self.change(|held| {
+        let live = self.change(|held| {
             // Read under the lock, so that no thread overwrites a newer report with an older one.
             let live = self.0.memory().live;
-            held.hold(live);
-            if let Some(need) = &held.terms.need {
+            held.hold(live, admitted.terms.reports);
+            if let Some(need) = &held.holds.need {
                 need.observe_running(live);
                 let is_late = |before: ByteSize| live > before.scaled(2.0).saturating_add(LATE_MIN);
                 if held.streams.is_some_and(is_late) {
@@ -431,13 +443,13 @@ impl RequestPermit {
                 held.keep_stream(live);
             }
             let before = admitted.reported.swap(live.get(), Ordering::Relaxed);
-            held.change_live(&admitted.origin, ByteSize::new(before), live);
-            (live, held.permit.state().is_short())
+            held.change_live(&admitted.terms.origin, ByteSize::new(before), live);
+            live
         });
         if live >= LARGE_MIN {
             self.register();
         }
-        if let Some(cap) = admitted.cap.filter(|_| is_short) {
+        if let Some(cap) = admitted.terms.cap.filter(|_| admitted.state.is_short()) {
             let most = self.expected().scaled(cap).max(CAP_MIN);
             if live > most {
                 self.cancel(most);
@@ -447,47 +459,47 @@ impl RequestPermit {
 
     /// Adds it to the running requests that have reserved much, once.
     fn register(&self) {
-        if !self.0.owner().is_registered.swap(true, Ordering::Relaxed) {
-            let state = self.held().permit.state();
-            unmeasured(|| state.register(Arc::new(self.downgrade())));
+        let admitted = self.0.owner();
+        if !admitted.progress.set(REGISTERED) {
+            unmeasured(|| admitted.state.register(Arc::new(self.downgrade())));
         }
     }
 
     /// Returns `true` if it has reserved so much that it is registered when it waits.
     fn is_large(&self) -> bool {
         let admitted = self.0.owner();
-        admitted.is_measured && admitted.covered.load(Ordering::Relaxed) >= REGISTERED_MIN.get()
+        admitted.terms.is_measured
+            && admitted.covered.load(Ordering::Relaxed) >= REGISTERED_MIN.get()
     }
 
     /// Returns the most that the request was expected to hold.
     fn expected(&self) -> ByteSize {
         let (held, claim) = (self.held(), self.0.owner().claim());
-        held.terms.need.as_ref().map_or(claim, |need| need.expected().max(claim))
+        held.holds.need.as_ref().map_or(claim, |need| need.expected().max(claim))
     }
 
     /// Records that the handler waits for more of the body, or has got some. In the meantime it
     /// may allocate, so the request is not suspended.
     pub(super) fn set_receiving(&self, is_receiving: bool) {
-        let progress = if is_receiving { RECEIVES } else { WORKS };
-        self.0.owner().progress.store(progress, Ordering::Relaxed);
+        let receives = if is_receiving { RECEIVES } else { 0 };
+        let _ =
+            self.0.owner().progress.change(|flags| Some(flags & !(RECEIVES | SENDS) | receives));
     }
 
     /// Records that the body of the request has arrived, or is not read. Returns `false` if its
     /// reservation is suspended: then its end must wait.
     pub(super) fn arrived(&self) -> bool {
-        let admitted = self.0.owner();
-        // One of this and `suspend`, which stores and loads the other way round, sees the other.
-        admitted.progress.store(WORKS, Ordering::SeqCst);
-        if admitted.is_suspended.load(Ordering::SeqCst) {
-            let _held = self.held();
-            if admitted.is_suspended.load(Ordering::Relaxed) {
-                admitted.progress.store(RECEIVES, Ordering::Relaxed);
-                return false;
-            }
-        }
-        admitted.is_arriving.store(false, Ordering::Relaxed);
-        if admitted.is_trial.load(Ordering::Relaxed)
-            && let Some(slot) = &self.held().terms.slot
+        let progress = &self.0.owner().progress;
+        let arrived = progress.change(|flags| {
+            let is_suspended = flags & SUSPENDED != 0;
+            (!is_suspended).then_some(flags & !(RECEIVES | SENDS | ARRIVES))
+        });
+        let Ok(before) = arrived else {
+            progress.set(RECEIVES);
+            return false;
+        };
+        if before & TRIAL != 0
+            && let Some(slot) = &self.held().holds.slot
         {
             slot.arrived();
         }
@@ -496,62 +508,59 @@ impl RequestPermit {
 
     /// Records that a body of known length is to arrive.
     pub(super) fn arrives(&self) {
-        self.0.owner().is_arriving.store(true, Ordering::Relaxed);
+        self.0.owner().progress.set(ARRIVES);
     }
 
     /// Returns `true` if it needs no claim once its handler has answered. A trusted estimate may
     /// cover memory that is not measured, and a handler may collect a body of known length.
-    fn may_release_claim(&self, held: &PermitState) -> bool {
-        let admitted = self.0.owner();
-        let is_arriving = admitted.is_arriving.load(Ordering::Relaxed);
-        held.terms.reports && admitted.resumes.is_some() && !is_arriving
+    fn may_release_claim(&self) -> bool {
+        let Admitted { terms, progress, .. } = self.0.owner();
+        terms.reports && terms.resumes.is_some() && !progress.has(ARRIVES)
     }
 
     /// Records that its answer goes on without a known end. Returns `true` once nothing depends on
     /// that.
     #[cold]
     pub(super) fn goes_on(&self) -> bool {
-        let admitted = self.0.owner();
-        let (now, reports) = {
-            let held = self.held();
-            (held.permit.state().last_tick(), held.terms.reports)
+        let now = self.0.owner().state.last_tick();
+        let before = {
+            let mut held = self.held();
+            let before = held.lasts;
+            if before == Lasts::No {
+                held.lasts = Lasts::Since(now);
+            }
+            before
         };
-        let (unknown, since) = (0, nanos(now).max(1));
-        let relaxed = Ordering::Relaxed;
-        if admitted.goes_on_since.compare_exchange(unknown, since, relaxed, relaxed).is_ok() {
+        if before == Lasts::No {
             // Operators look for what lasts long.
             self.register();
         }
-        !reports || admitted.resumes.is_none() || self.tend_stream(now)
+        let RequestTerms { reports, resumes, .. } = self.terms();
+        !reports || resumes.is_none() || self.tend_stream(now)
     }
 
     /// Releases the claim of a request whose answer is a stream: from now on it has reserved what
-    /// it holds and a window, and more as it grows. If its body waits in the queue, it goes on at its
-    /// turn without its claim. An answer is a stream once it has lasted, or at
-    /// once if others of its route have. Once it has lasted its route learns from it, since it may
-    /// go on for hours. Returns `true` if nothing is left to do.
+    /// it holds and a window, and more as it grows. If its body waits in the queue, it goes on at
+    /// its turn without its claim. An answer is a stream once it has lasted, or at once if others
+    /// of its route have. Once it has lasted its route learns from it, since it may go on for hours.
+    /// Returns `true` if nothing is left to do.
     fn tend_stream(&self, now: Moment) -> bool {
         let admitted = self.0.owner();
-        let since = admitted.goes_on_since.load(Ordering::Relaxed);
-        if since == 0 || since == TENDED {
-            return since == TENDED;
-        }
-        let lasted = nanos(now).saturating_sub(since);
-        let (state, is_done) = self.change(|held| {
-            let state = held.permit.state();
-            let Some(need) = &held.terms.need else { return (state, false) };
+        let is_done = self.change(|held| {
+            let (Lasts::Since(since), Some(need)) = (held.lasts, &held.holds.need) else {
+                return held.lasts == Lasts::Done;
+            };
             let is_late = need.has(GROWS_LATE);
-            let has_lasted = lasted >= if is_late { LATE_AFTER } else { STREAM_AFTER };
-            if !self.may_release_claim(held) {
-                return (state, false);
+            let has_lasted = now - since >= if is_late { LATE_AFTER } else { STREAM_AFTER };
+            if !self.may_release_claim() {
+                return false;
             }
-            let succeeded = held.answer == Some(true);
-            let is_lasting = has_lasted && succeeded && !held.has_taught;
+            let is_lasting = has_lasted && held.answer == Some(true) && !held.has_taught;
             if is_lasting {
                 need.note(STREAMS);
             }
             if !has_lasted && (is_late || !need.has(STREAMS)) {
-                return (state, false);
+                return false;
             }
             let AccountMemory { live, peak, .. } = self.0.memory();
             let _ = held.streams.get_or_insert(live);
@@ -560,75 +569,124 @@ impl RequestPermit {
                 held.has_taught = true;
             }
             held.keep_stream(live);
-            if held.claimed.is_some() {
-                held.permit.set_resumed();
+            if held.holds.permit.is_suspended() {
                 admitted.resumed(held);
-                held.terms.enters = None;
+                held.holds.enters = None;
             }
             if has_lasted {
-                held.permit.mark_learned();
-                held.terms.slot = None;
+                held.holds.permit.mark_learned();
+                held.holds.slot = None;
+                held.lasts = Lasts::Done;
             }
-            (state, has_lasted)
+            has_lasted
         });
-        if is_done {
-            admitted.goes_on_since.store(TENDED, Ordering::Relaxed);
-        }
-        state.wake_waiting();
+        admitted.state.wake_waiting();
         is_done
     }
 
     /// Returns `true` if its reservation is suspended.
     pub(super) fn is_suspended(&self) -> bool {
-        self.0.owner().is_suspended.load(Ordering::Relaxed)
+        self.0.owner().progress.has(SUSPENDED)
     }
 
     /// Reserves a window for what arrives next of a suspended request's body. Returns `false` if
     /// the request must resume first.
-    pub(super) fn may_receive(&self) -> bool {
+    fn may_receive(&self) -> bool {
         let wanted = self.0.memory().live.saturating_add(WINDOW);
-        self.change(|held| held.permit.reserve_arriving(wanted))
+        self.change(|held| held.holds.permit.reserve_arriving(wanted))
     }
 
     /// Enters the queue to resume. Returns `None` if it is full, and if the request is never
     /// suspended.
-    pub(super) fn wait_to_resume(&self) -> Option<Waiting> {
-        let ResumeOptions { priority, tenant, within } = self.0.owner().resumes?;
-        let held = self.held();
-        held.permit.wait_to_resume(held.claimed(), priority, tenant, within)
+    fn wait_to_resume(&self) -> Option<Waiting> {
+        let ResumeOptions { priority, tenant, within } = self.terms().resumes?;
+        self.held().holds.permit.wait_to_resume(priority, tenant, within)
     }
 
     /// Reserves the claim of a suspended request again. Returns `true` if it has entered the slow
     /// start of its route, which counts its work from its next poll on.
-    pub(super) fn resume(&self, waiting: Option<&Waiting>) -> Result<bool, Rejected> {
+    fn resume(&self, waiting: Option<&Waiting>) -> Result<bool, Rejected> {
         let admitted = self.0.owner();
-        let Some(ResumeOptions { priority, .. }) = admitted.resumes else { return Ok(false) };
+        let Some(ResumeOptions { priority, .. }) = admitted.terms.resumes else { return Ok(false) };
         self.change(|held| {
-            let slot = held.enter(waiting)?;
-            enter_turn(admitted.turn.as_ref(), held.permit.state(), waiting, waiting.is_none())?;
-            let resumed = held.permit.resume(waiting, held.claimed(), priority);
-            resumed.inspect_err(|_| admitted.leave_turn())?;
+            let slot = held.holds.enter(waiting)?;
+            let turn = admitted.terms.turn.as_ref();
+            enter_turn(turn, admitted.state, waiting, waiting.is_none())?;
+            let permit = &mut held.holds.permit;
+            permit.resume(waiting, priority).inspect_err(|_| admitted.leave_turn())?;
             let has_entered = slot.is_some();
             if let Some(slot) = &slot {
                 slot.begin();
                 slot.answered(held.answer == Some(true));
-                held.permit.mark_unlearned(slot);
-                admitted.is_trial.store(true, Ordering::Relaxed);
+                permit.mark_unlearned(slot);
+                admitted.progress.set(TRIAL);
             }
-            held.terms.slot = slot.or_else(|| held.terms.slot.take());
+            held.holds.slot = slot.or_else(|| held.holds.slot.take());
             admitted.resumed(held);
             Ok(has_entered)
         })
     }
 
+    /// Waits until a suspended request may receive more of its body. `is_last` if it needs its whole
+    /// claim for that, or to work.
+    #[cold]
+    pub(super) fn poll_room(
+        &self,
+        place: &mut QueuePlace,
+        is_last: bool,
+        cx: &Context<'_>,
+    ) -> Poll<()> {
+        if std::mem::take(&mut place.is_refused) {
+            // It is read by a task, which the layer cannot end.
+            self.go_on();
+            return Poll::Ready(());
+        }
+        let waiting = &mut place.waiting;
+        if !is_last && waiting.is_none() && self.may_receive() {
+            return Poll::Ready(());
+        }
+        if waiting.is_none() {
+            *waiting = self.wait_to_resume();
+        }
+        // Ends: each iteration needs a wake of the queue.
+        loop {
+            let is_turn = match waiting {
+                Some(waiting) => ready!(waiting.poll_turn(cx)),
+                None => false,
+            };
+            match self.resume(waiting.as_ref().filter(|_| is_turn)) {
+                Ok(false) => break,
+                Ok(true) => {
+                    *waiting = None;
+                    cx.waker().wake_by_ref();
+                    return Poll::Pending;
+                }
+                Err(rejected) if is_turn && rejected.may_wait() => {}
+                Err(rejected) => {
+                    self.refuse(rejected);
+                    break;
+                }
+            }
+        }
+        *waiting = None;
+        if self.is_suspended() {
+            // The layer ends the handler at the end of this poll.
+            place.is_refused = true;
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        Poll::Ready(())
+    }
+
     /// Ends a suspended request for which there was no room in time. If its handler has answered
     /// already, it goes on without its claim.
     #[cold]
-    pub(super) fn refuse(&self, rejected: Rejected) {
-        if self.0.owner().is_answered.load(Ordering::Relaxed) {
+    fn refuse(&self, rejected: Rejected) {
+        let admitted = self.0.owner();
+        if admitted.progress.has(ANSWERED) {
             self.go_on();
         } else {
-            self.end(|held| held.permit.state().reject(rejected));
+            self.end(|| admitted.state.reject(rejected));
         }
     }
 
@@ -640,10 +698,10 @@ impl RequestPermit {
         }
         let is_to_start = {
             let held = self.held();
-            !held.permit.is_started() && held.answer.is_none() && held.cancelled.is_none()
+            !held.holds.permit.is_started() && held.answer.is_none() && held.cancelled.is_none()
         };
         if is_to_start {
-            self.0.owner().is_to_start.store(true, Ordering::Relaxed);
+            self.0.owner().progress.set(STARTS);
         } else {
             self.go_on();
         }
@@ -652,12 +710,12 @@ impl RequestPermit {
     /// Waits until the claim is reserved of a request whose handler dropped its body before that.
     #[inline]
     pub(super) fn poll_start(&self, place: &mut QueuePlace, cx: &Context<'_>) -> Poll<()> {
-        let admitted = self.0.owner();
-        if admitted.is_to_start.load(Ordering::Relaxed) {
+        let progress = &self.0.owner().progress;
+        if progress.has(STARTS) {
             if self.is_suspended() {
-                ready!(poll_room(self, &mut place.waiting, &mut place.is_refused, true, cx));
+                ready!(self.poll_room(place, true, cx));
             }
-            admitted.is_to_start.store(false, Ordering::Relaxed);
+            progress.clear(STARTS);
             self.arrived();
         }
         Poll::Ready(())
@@ -666,7 +724,7 @@ impl RequestPermit {
     /// Records that the handler reads its body: those of later requests of the route may be read
     /// before there is room for their claims.
     pub(super) fn reads(&self) {
-        if let Some(need) = &self.held().terms.need {
+        if let Some(need) = &self.held().holds.need {
             need.note(READS);
         }
     }
@@ -676,39 +734,33 @@ impl RequestPermit {
     pub(super) fn go_on(&self) {
         let admitted = self.0.owner();
         self.change(|held| {
-            admitted.progress.store(WORKS, Ordering::Relaxed);
-            admitted.is_arriving.store(false, Ordering::Relaxed);
-            held.permit.set_resumed();
+            admitted.progress.clear(RECEIVES | SENDS | ARRIVES);
             admitted.resumed(held);
-            held.terms.enters = None;
+            held.holds.enters = None;
         });
     }
 
     /// Cancels the request, since it holds more than `most`. Observe mode only counts it.
     #[cold]
     fn cancel(&self, most: ByteSize) {
-        if self.held().permit.observe(RejectReason::Outgrown) {
+        if self.held().holds.permit.observe(RejectReason::Outgrown) {
             return;
         }
-        let (live, claim) = (self.0.memory().live, self.0.owner().claim());
-        self.end(|held| held.permit.state().outgrown(live, claim, most));
+        let (live, admitted) = (self.0.memory().live, self.0.owner());
+        self.end(|| admitted.state.outgrown(live, admitted.claim(), most));
     }
 
     /// Returns its time limits.
     pub(super) fn limits(&self) -> Option<&TimeLimits> {
-        self.0.owner().limits.as_deref()
+        self.terms().limits.as_deref()
     }
 
     /// Records a poll of the request's body: so many bytes, or a wait for the client.
     pub(super) fn receives(&self, polled: Poll<usize>, waker: &Waker) {
         let Some(pace) = self.limits().and_then(TimeLimits::request) else { return };
-        let (now, is_free) = {
-            let held = self.held();
-            (
-                held.permit.state().last_tick(),
-                held.answer.is_some() && self.may_release_claim(&held),
-            )
-        };
+        let admitted = self.0.owner();
+        let now = admitted.state.last_tick();
+        let is_free = admitted.progress.has(ANSWERED) && self.may_release_claim();
         match polled {
             // It keeps no claim, so it waits for as long as both sides like.
             Poll::Pending if is_free => {}
@@ -722,7 +774,7 @@ impl RequestPermit {
     /// handler.
     pub(super) fn sends(&self, polled: Poll<usize>, waker: &Waker) {
         let Some(limits) = self.limits() else { return };
-        let now = self.held().permit.state().last_tick();
+        let now = self.0.owner().state.last_tick();
         match (polled, limits.response()) {
             (Poll::Ready(bytes), Some(pace)) => pace.send(bytes, now),
             (Poll::Ready(_), None) => {}
@@ -743,13 +795,13 @@ impl RequestPermit {
     #[cold]
     fn end_in_time(&self, rejected: Rejected) {
         let Some(limits) = self.limits() else { return };
-        let is_answered = self.0.owner().is_answered.load(Ordering::Relaxed);
+        let Admitted { terms, state, progress, .. } = self.0.owner();
         // Its body is not read any more, but a task of the handler keeps the permit.
-        if is_answered && !limits.is_sending() {
+        if progress.has(ANSWERED) && !limits.is_sending() {
             return;
         }
-        if self.end(|held| held.permit.state().reject(rejected.clone())) {
-            let route = &self.0.owner().origin.route;
+        if self.end(|| state.reject(rejected.clone())) {
+            let route = &terms.origin.route;
             log!(debug, target: "lowtide", %rejected, %route, "response ended at a time limit");
             limits.cut();
         }
@@ -757,15 +809,15 @@ impl RequestPermit {
 
     /// Cancels the request for this reason, unless it is cancelled already. Returns `true` if it is
     /// cancelled now and its handler has answered.
-    fn end(&self, reason: impl FnOnce(&PermitState) -> Rejected) -> bool {
+    fn end(&self, reason: impl FnOnce() -> Rejected) -> bool {
         let mut held = self.held();
         if held.cancelled.is_some() {
             return false;
         }
         // First: `reason` has the control loop look for cancelled requests, once, and again only if
         // it finds one. Bug: in the other order it could miss this one, and never woke it again.
-        self.0.owner().is_cancelled.store(true, Ordering::Release);
-        held.cancelled = Some(reason(&held));
+        self.0.owner().progress.set(CANCELLED);
+        held.cancelled = Some(reason());
         let is_answered = held.answer.is_some();
         let (waker, waiting) = (held.waker.take(), std::mem::take(&mut held.waiting));
         drop(held);
@@ -775,19 +827,19 @@ impl RequestPermit {
 
     /// Returns the rejection of a cancelled request.
     pub(super) fn cancellation(&self) -> Option<Rejected> {
-        let is_cancelled = self.0.owner().is_cancelled.load(Ordering::Acquire);
+        let is_cancelled = self.0.owner().progress.has(CANCELLED);
         is_cancelled.then(|| self.held().cancelled.clone()).flatten()
     }
 
     /// Keeps the waker of the layer's future while its handler waits. Returns the rejection if the
     /// request is cancelled already.
     pub(super) fn waits(&self, waker: &Waker) -> Option<Rejected> {
-        let admitted = self.0.owner();
-        let is_limited = admitted.limits.is_some();
-        if !admitted.is_registered.load(Ordering::Relaxed) && (is_limited || self.is_large()) {
+        let Admitted { terms, progress, .. } = self.0.owner();
+        let is_limited = terms.limits.is_some();
+        if !progress.has(REGISTERED) && (is_limited || self.is_large()) {
             self.register();
         }
-        if admitted.cap.is_none() && admitted.resumes.is_none() && !is_limited {
+        if terms.cap.is_none() && terms.resumes.is_none() && !is_limited {
             return None;
         }
         let mut held = self.held();
@@ -806,7 +858,7 @@ impl RequestPermit {
     /// Returns the head of the request for an answer: its method, version and content type, and its
     /// route as the path.
     pub(super) fn head(&self) -> Parts {
-        let RequestOrigin { method, version, route, content_type, .. } = &self.0.owner().origin;
+        let RequestOrigin { method, version, route, content_type, .. } = &self.terms().origin;
         let (mut head, ()) = Request::new(()).into_parts();
         (head.method, head.version) = (method.clone(), *version);
         let path = route.to_string();
@@ -820,39 +872,39 @@ impl RequestPermit {
 
     /// Returns the name of the request's route.
     pub(super) fn route(&self) -> String {
-        self.0.owner().origin.route.to_string()
+        self.terms().origin.route.to_string()
     }
 
     /// Returns `true` if the request came over HTTP/2 and has a content type.
     pub(super) fn may_be_grpc(&self) -> bool {
-        self.0.owner().origin.content_type.is_some()
+        self.terms().origin.content_type.is_some()
     }
 
     /// Records that its handler answered: `is_whole` if the response needs no more memory.
     pub(super) fn answered(&self, success: bool, is_whole: bool) {
         let admitted = self.0.owner();
-        admitted.is_answered.store(true, Ordering::Relaxed);
+        let progress = &admitted.progress;
         admitted.leave_turn();
-        let is_free = {
+        {
             let mut held = self.held();
+            progress.set(ANSWERED);
             held.waker = None;
             held.answer = Some(success);
             // A failure does not show the need of the route.
-            if let Some(slot) = &held.terms.slot {
+            if let Some(slot) = &held.holds.slot {
                 slot.answered(success);
             }
-            self.may_release_claim(&held)
-        };
-        if is_free {
+        }
+        if self.may_release_claim() {
             self.receives(Poll::Ready(0), Waker::noop());
         }
-        if admitted.is_to_start.load(Ordering::Relaxed) {
+        if progress.has(STARTS) {
             self.go_on();
         }
-        if is_whole && self.is_large() && admitted.progress.load(Ordering::Relaxed) == WORKS {
-            admitted.progress.store(SENDS, Ordering::Relaxed);
-            self.register();
-        } else if admitted.limits.is_some() {
+        let works = |flags| (flags & (RECEIVES | SENDS) == 0).then_some(flags | SENDS);
+        if is_whole && self.is_large() && progress.change(works).is_ok()
+            || admitted.terms.limits.is_some()
+        {
             self.register();
         }
     }
@@ -865,7 +917,7 @@ impl RequestPermit {
     fn change<R>(&self, change: impl FnOnce(&mut PermitState) -> R) -> R {
         let mut held = self.held();
         let result = change(&mut held);
-        self.0.owner().covered.store(held.permit.cost().host.get(), Ordering::Relaxed);
+        self.0.owner().covered.store(held.holds.permit.cost().host.get(), Ordering::Relaxed);
         result
     }
 
@@ -923,11 +975,8 @@ impl RequestPermit {
     /// unchanged.
     pub fn grow(&self, bytes: ByteSize) -> Result<(), Rejected> {
         self.grow_with(|held| {
-            let wanted = held.claimed().saturating_add(bytes);
-            let grown = held.grow(bytes);
-            if grown.is_ok() {
-                held.claimed = held.claimed.map(|claimed| claimed.saturating_add(bytes));
-            }
+            let wanted = held.holds.permit.claim().saturating_add(bytes);
+            let grown = held.holds.grow(bytes);
             // Recorded even if it does not fit now, since the estimate did not suffice. A request
             // for more than can ever fit shows no need.
             if !matches!(grown, Err(Rejected::TooLarge { .. })) {
@@ -947,9 +996,9 @@ impl RequestPermit {
     pub fn hold(&self, bytes: ByteSize) -> Result<(), Rejected> {
         self.grow_with(|held| {
             held.reported = held.reported.max(Some(bytes));
-            let more = bytes.saturating_sub(held.permit.cost().host);
+            let more = bytes.saturating_sub(held.holds.permit.cost().host);
             if !more.is_zero() {
-                held.grow(more)?;
+                held.holds.grow(more)?;
             }
             held.declared = bytes;
             Ok(())
@@ -965,9 +1014,9 @@ impl RequestPermit {
             if let Some(cancelled) = &held.cancelled {
                 return Err(cancelled.clone());
             }
-            let before = held.claimed();
+            let before = held.holds.permit.claim();
             grow(held)?;
-            let after = held.claimed();
+            let after = held.holds.permit.claim();
             if held.streams.is_some() {
                 held.declared = after;
             }
@@ -980,21 +1029,17 @@ impl RequestPermit {
 
     /// Releases a part of the reservation.
     pub fn shrink(&self, bytes: ByteSize) {
-        let state = self.change(|held| {
-            let left = held.claimed().saturating_sub(bytes);
-            held.claimed = held.claimed.map(|_| left);
-            held.declared = held.declared.min(left);
-            // A suspended request has released a part of it before.
-            held.permit.shrink_quietly(held.permit.cost().host.saturating_sub(left));
-            held.permit.state()
+        self.change(|held| {
+            held.holds.permit.shrink_quietly(bytes);
+            held.declared = held.declared.min(held.holds.permit.claim());
         });
-        state.wake_waiting();
+        self.0.owner().state.wake_waiting();
     }
 
     /// Returns the reserved host memory.
     #[must_use]
     pub fn reserved(&self) -> ByteSize {
-        self.held().permit.cost().host
+        self.held().holds.permit.cost().host
     }
 
     /// Returns the largest amount that was reported, or reserved by growing; `None` without either.
@@ -1006,35 +1051,31 @@ impl RequestPermit {
 
 impl Admitted {
     fn leave_turn(&self) {
-        self.turn.iter().for_each(Turn::leave);
+        self.terms.turn.iter().for_each(Turn::leave);
     }
 
     fn claim(&self) -> ByteSize {
         ByteSize::new(self.claim.load(Ordering::Relaxed))
     }
 
-    /// Records that its reservation is not suspended any more.
+    /// Ends its suspension: it has reserved its claim, or goes on without it.
     fn resumed(&self, held: &mut PermitState) {
-        held.claimed = None;
-        self.reserved_at.store(nanos(held.permit.state().last_tick()), Ordering::Relaxed);
-        self.is_suspended.store(false, Ordering::Relaxed);
+        held.holds.permit.set_resumed();
+        held.reserved_at = self.state.last_tick();
+        self.progress.clear(SUSPENDED);
     }
 
     fn phase(&self) -> RequestPhase {
-        if self.is_answered.load(Ordering::Relaxed) {
+        if self.progress.has(ANSWERED) {
             RequestPhase::Answered
-        } else if self.is_suspended.load(Ordering::Relaxed) {
+        } else if self.progress.has(SUSPENDED) {
             RequestPhase::Suspended
-        } else if self.progress.load(Ordering::Relaxed) == RECEIVES {
+        } else if self.progress.has(RECEIVES) {
             RequestPhase::Receiving
         } else {
             RequestPhase::Working
         }
     }
-}
-
-fn nanos(moment: Moment) -> u64 {
-    u64::try_from(moment.since_origin().as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Waits until a request is cancelled.
@@ -1083,7 +1124,7 @@ struct TrialWork<'a> {
 impl<'a> TrialWork<'a> {
     #[cold]
     fn new(permit: &'a RequestPermit) -> Self {
-        let slot = permit.held().terms.slot.clone();
+        let slot = permit.held().holds.slot.clone();
         slot.iter().for_each(|slot| slot.begins_work());
         Self { permit, slot, before: permit.0.memory().live }
     }
@@ -1129,26 +1170,17 @@ impl WeakPermit {
 }
 
 impl LargeRequest for WeakPermit {
-    fn reserved(&self) -> Option<ByteSize> {
-        let covered = self.0.upgrade()?.owner().covered.load(Ordering::Relaxed);
-        Some(ByteSize::new(covered))
-    }
-
-    fn admitted_at(&self) -> Option<Moment> {
-        Some(self.0.upgrade()?.owner().admitted_at)
-    }
-
-    fn excess(&self) -> ByteSize {
-        let Some(account) = self.0.upgrade() else { return ByteSize::ZERO };
-        let admitted = account.owner();
-        if admitted.cap.is_none() || admitted.is_answered.load(Ordering::Relaxed) {
-            return ByteSize::ZERO;
-        }
-        account.memory().live.saturating_sub(admitted.claim())
-    }
-
-    fn is_cancelled(&self) -> bool {
-        self.0.upgrade().is_some_and(|account| account.owner().is_cancelled.load(Ordering::Relaxed))
+    fn figures(&self) -> Option<RequestFigures> {
+        let account = self.0.upgrade()?;
+        let Admitted { terms, admitted_at, progress, covered, .. } = account.owner();
+        let can_end = terms.cap.is_some() && !progress.has(ANSWERED);
+        let excess = account.memory().live.saturating_sub(account.owner().claim());
+        Some(RequestFigures {
+            reserved: ByteSize::new(covered.load(Ordering::Relaxed)),
+            admitted_at: Some(*admitted_at),
+            excess: if can_end { excess } else { ByteSize::ZERO },
+            is_cancelled: progress.has(CANCELLED),
+        })
     }
 
     fn cancel(&self) {
@@ -1159,44 +1191,36 @@ impl LargeRequest for WeakPermit {
 
     fn suspend(&self, now: Moment) {
         let Some(permit) = self.permit() else { return };
-        let admitted = permit.0.owner();
-        let progress = admitted.progress.load(Ordering::Relaxed);
-        let reserved_at = admitted.reserved_at.load(Ordering::Relaxed);
-        let since = Duration::from_nanos(nanos(now).saturating_sub(reserved_at));
+        let Admitted { terms, progress, covered, .. } = permit.0.owner();
         let live = || permit.0.memory().live.saturating_add(WINDOW);
         let is_worth = |reserved, keep: ByteSize| reserved >= keep.saturating_add(REGISTERED_MIN);
-        let reserved = ByteSize::new(admitted.covered.load(Ordering::Relaxed));
-        if admitted.resumes.is_none()
-            || progress == WORKS
-            || admitted.is_suspended.load(Ordering::Relaxed)
-            || since < SLOW_AFTER
-            || !is_worth(reserved, live())
+        if terms.resumes.is_none()
+            || !progress.has(RECEIVES | SENDS)
+            || progress.has(SUSPENDED)
+            || !is_worth(ByteSize::new(covered.load(Ordering::Relaxed)), live())
         {
             return;
         }
         permit.change(|held| {
-            let reserved = held.permit.cost().host;
             // Read under the lock, so that it is no less than what was reported last.
             let keep = live().max(held.declared.saturating_add(WINDOW));
-            if !is_worth(reserved, keep) {
+            let RequestHolds { permit, slot, .. } = &mut held.holds;
+            if now - held.reserved_at < SLOW_AFTER || !is_worth(permit.cost().host, keep) {
                 return;
             }
-            if progress == SENDS {
-                held.permit.suspend(keep);
-                held.permit.set_resumed();
+            if progress.has(SENDS) {
+                permit.suspend(keep);
+                permit.set_resumed();
                 return;
             }
-            admitted.is_suspended.store(true, Ordering::SeqCst);
-            if admitted.progress.load(Ordering::SeqCst) == RECEIVES {
-                held.claimed = Some(reserved);
-                held.permit.suspend(keep);
+            // Either this sees that its body has arrived, or `arrived` that it is suspended.
+            let receives = |flags| (flags & RECEIVES != 0).then_some(flags & !TRIAL | SUSPENDED);
+            if progress.change(receives).is_ok() {
+                permit.suspend(keep);
                 // It enters the slow start again when its body has arrived.
-                held.permit.mark_learned();
-                admitted.is_trial.store(false, Ordering::Relaxed);
-                held.terms.slot = None;
-                admitted.leave_turn();
-            } else {
-                admitted.is_suspended.store(false, Ordering::Relaxed);
+                permit.mark_learned();
+                *slot = None;
+                terms.turn.iter().for_each(Turn::leave);
             }
         });
     }
@@ -1210,7 +1234,9 @@ impl LargeRequest for WeakPermit {
 
     fn check_time(&self, now: Moment) {
         let Some(permit) = self.permit() else { return };
-        permit.tend_stream(now);
+        if matches!(permit.held().lasts, Lasts::Since(_)) {
+            permit.tend_stream(now);
+        }
         let Some(limits) = permit.limits() else { return };
         limits.request().into_iter().for_each(|pace| pace.probe(now));
         if let Some(rejected) = limits.passed(now - permit.0.owner().admitted_at, now) {
@@ -1221,7 +1247,7 @@ impl LargeRequest for WeakPermit {
     fn describe(&self, now: Moment, into: &mut RequestMemory) -> bool {
         let Some(account) = self.0.upgrade() else { return false };
         let (AccountMemory { live, peak, .. }, admitted) = (account.memory(), account.owner());
-        let RequestOrigin { method, route, tenant, .. } = &admitted.origin;
+        let RequestOrigin { method, route, tenant, .. } = &admitted.terms.origin;
         for (text, of) in [(&mut into.method, method.as_str()), (&mut into.route, route.as_str())] {
             text.clear();
             text.push_str(of);
@@ -1238,7 +1264,7 @@ impl LargeRequest for WeakPermit {
         into.reserved = ByteSize::new(admitted.covered.load(Ordering::Relaxed));
         (into.live, into.peak, into.claim) = (live, peak, admitted.claim());
         into.age = now - admitted.admitted_at;
-        into.is_cancelled = admitted.is_cancelled.load(Ordering::Relaxed);
+        into.is_cancelled = admitted.progress.has(CANCELLED);
         true
     }
 }
@@ -1281,15 +1307,10 @@ fn add_up_to(counter: &AtomicU64, bytes: ByteSize, most: ByteSize) -> bool {
     fits
 }
 
-impl PermitState {
-    /// Returns what it has reserved, or reserves again when it resumes.
-    fn claimed(&self) -> ByteSize {
-        self.claimed.unwrap_or_default().max(self.permit.cost().host)
-    }
-
+impl RequestHolds {
     /// Enters the slow start of its route, if it starts suspended.
     fn enter(&self, waiting: Option<&Waiting>) -> Result<Option<Arc<SlowStartPermit>>, Rejected> {
-        let (Some((admission, clock)), Some(need)) = (&self.terms.enters, &self.terms.need) else {
+        let (Some((admission, clock)), Some(need)) = (&self.enters, &self.need) else {
             return Ok(None);
         };
         enter_slow_start(admission, need, clock, waiting)
@@ -1298,34 +1319,37 @@ impl PermitState {
     fn grow(&mut self, bytes: ByteSize) -> Result<(), Rejected> {
         let before = self.permit.cost().host;
         self.permit.grow(bytes)?;
-        if let Some(share) = &mut self.terms.share {
+        if let Some(share) = &mut self.share {
             // The growth of an exempt permit saturates at 64 bits.
             share.grow(self.permit.cost().host.saturating_sub(before));
         }
         Ok(())
     }
+}
 
+impl PermitState {
     /// Releases what a stream has reserved beyond what it holds and a window.
     fn keep_stream(&mut self, live: ByteSize) {
         let keep = live.max(self.declared).saturating_add(STREAM_WINDOW);
-        self.permit.shrink_quietly(self.permit.cost().host.saturating_sub(keep));
+        self.holds.permit.keep(keep);
     }
 
     /// Replaces its live bytes in the figures of its route and tenant.
     fn change_live(&mut self, origin: &RequestOrigin, before: ByteSize, after: ByteSize) {
-        if let Some(need) = &self.terms.need {
-            let live_in = || LiveIn::new(&self.permit, origin, need);
+        if let Some(need) = &self.holds.need {
+            let live_in = || LiveIn::new(&self.holds.permit, origin, need);
             self.live_in.get_or_insert_with(live_in).change(before, after);
         }
     }
 
     /// Reports bytes that are in use.
-    fn hold(&mut self, live: ByteSize) {
-        let more = self.permit.raise(live);
-        if self.terms.reports {
-            self.permit.report(live);
+    fn hold(&mut self, live: ByteSize, reports: bool) {
+        let RequestHolds { permit, share, .. } = &mut self.holds;
+        let more = permit.raise(live);
+        if reports {
+            permit.report(live);
         }
-        if let Some(share) = &mut self.terms.share {
+        if let Some(share) = share {
             share.grow(more);
         }
     }
@@ -1336,18 +1360,19 @@ impl Admitted {
     fn ended(&mut self, memory: AccountMemory) {
         let mut held = lock(&self.held);
         if !memory.live.is_zero() {
-            held.permit.state().outlive(memory.live);
+            self.state.outlive(memory.live);
         }
         if let Some(live_in) = &held.live_in {
             live_in.change(ByteSize::new(self.reported.load(Ordering::Relaxed)), ByteSize::ZERO);
         }
-        let Some(need) = held.terms.need.take() else { return };
-        if self.is_measured {
+        let Some(need) = held.holds.need.take() else { return };
+        let RequestTerms { origin, is_measured, .. } = &self.terms;
+        if *is_measured {
             let bytes = (memory.peak, self.claim());
             let succeeded = held.answer == Some(true);
-            usage::add(&held.permit, &self.origin, &need, succeeded, bytes);
+            usage::add(&held.holds.permit, origin, &need, succeeded, bytes);
         }
-        let measured = self.is_measured.then_some(memory.peak);
+        let measured = is_measured.then_some(memory.peak);
         if held.cancelled.is_some() || held.has_taught {
             // It might have needed more.
             return need.learn_at_least(held.reported.max(measured).unwrap_or_default());

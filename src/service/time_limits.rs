@@ -32,7 +32,10 @@ use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use crate::sync::{Mutex, MutexGuard, lock};
-use lowtide_admission::{Admission, Rejected, layer::LargeRequest};
+use lowtide_admission::{
+    Admission, Rejected,
+    layer::{LargeRequest, RequestFigures},
+};
 
 use super::connections::{ConnectionState, Overdue};
 
@@ -323,8 +326,8 @@ impl RegisteredPace {
 struct WeakPace(Weak<RegisteredPace>);
 
 impl LargeRequest for WeakPace {
-    fn reserved(&self) -> Option<ByteSize> {
-        self.0.upgrade().map(|_| ByteSize::ZERO)
+    fn figures(&self) -> Option<RequestFigures> {
+        self.0.upgrade().map(|_| RequestFigures::default())
     }
 
     fn check_time(&self, now: Moment) {

@@ -64,23 +64,8 @@ const SEARCHED_PART: usize = 64;
 
 /// A registered request, or something else that the control loop looks after: it has the defaults.
 pub trait LargeRequest: Send + Sync {
-    /// Returns the bytes that it has reserved; `None` if it has ended.
-    fn reserved(&self) -> Option<ByteSize>;
-
-    /// Returns the time at which it was admitted; `None` if it has ended, or is no request.
-    fn admitted_at(&self) -> Option<Moment> {
-        None
-    }
-
-    /// Returns the bytes that it holds beyond its claim; zero if it has ended, or cannot be ended.
-    fn excess(&self) -> ByteSize {
-        ByteSize::ZERO
-    }
-
-    /// Returns `true` if it is cancelled and has not ended.
-    fn is_cancelled(&self) -> bool {
-        false
-    }
+    /// Returns its figures; `None` if it has ended.
+    fn figures(&self) -> Option<RequestFigures>;
 
     /// Cancels it. Called for a request that holds more than its claim at level critical.
     fn cancel(&self) {}
@@ -101,6 +86,19 @@ pub trait LargeRequest: Send + Sync {
     fn describe(&self, _now: Moment, _into: &mut RequestMemory) -> bool {
         false
     }
+}
+
+/// What the control loop looks at in a running request.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RequestFigures {
+    /// The bytes that it has reserved.
+    pub reserved: ByteSize,
+    /// The time at which it was admitted; `None` if it is no request.
+    pub admitted_at: Option<Moment>,
+    /// The bytes that it holds beyond its claim; zero if it cannot be ended.
+    pub excess: ByteSize,
+    /// `true` if it is cancelled.
+    pub is_cancelled: bool,
 }
 
 /// The memory of a running request.
@@ -185,7 +183,7 @@ struct Registry {
 
 impl Registry {
     fn remove_ended(&mut self) {
-        self.requests.retain(|request| request.reserved().is_some());
+        self.requests.retain(|request| request.figures().is_some());
         self.removals += 1;
     }
 }
@@ -220,7 +218,9 @@ impl LargeRequests {
         if registry.requests.len() < LARGE_MAX {
             return registry.requests.push(request);
         }
-        let of = |other: &Arc<dyn LargeRequest>| other.reserved().unwrap_or_default();
+        let of = |other: &Arc<dyn LargeRequest>| {
+            other.figures().map_or(ByteSize::ZERO, |of| of.reserved)
+        };
         let Registry { requests, smallest, omitted, .. } = &mut *registry;
         let Some(least) = requests.iter_mut().min_by_key(|other| of(other)) else { return };
         (*smallest, *omitted) = (of(least), 0);
@@ -255,7 +255,8 @@ impl LargeRequests {
     /// Returns the time since the oldest one was admitted, at the last tick.
     pub(super) fn oldest_age(&self) -> Duration {
         let registry = self.registry();
-        let admitted = registry.requests.iter().filter_map(|request| request.admitted_at()).min();
+        let admitted =
+            registry.requests.iter().filter_map(|request| request.figures()?.admitted_at).min();
         admitted.map_or(Duration::ZERO, |at| self.now() - at)
     }
 
@@ -278,9 +279,8 @@ impl LargeRequests {
     pub fn largest_reserved(&self, into: &mut [RequestMemory], now: Moment) -> usize {
         let mut top: [Option<(ByteSize, Arc<dyn LargeRequest>)>; TOP_MAX] = Default::default();
         for request in self.each() {
-            let Some(reserved) = request.admitted_at().and_then(|_| request.reserved()) else {
-                continue;
-            };
+            let figures = request.figures().filter(|of| of.admitted_at.is_some());
+            let Some(RequestFigures { reserved, .. }) = figures else { continue };
             let is_less =
                 |of: &Option<(ByteSize, _)>| of.as_ref().is_none_or(|(other, _)| *other < reserved);
             let at = top.partition_point(|of| !is_less(of));
@@ -343,8 +343,10 @@ impl LargeRequests {
         let (mut has_cancelled, mut is_held_up) = (false, false);
         let mut worst: Option<(ByteSize, Arc<dyn LargeRequest>)> = None;
         for request in self.each() {
-            let excess = request.excess();
-            if request.is_cancelled() {
+            let Some(RequestFigures { excess, is_cancelled, .. }) = request.figures() else {
+                continue;
+            };
+            if is_cancelled {
                 request.wake();
                 has_cancelled = true;
                 is_held_up |= !excess.is_zero();
@@ -394,22 +396,13 @@ mod tests {
     }
 
     impl LargeRequest for Request {
-        fn reserved(&self) -> Option<ByteSize> {
+        fn figures(&self) -> Option<RequestFigures> {
             self.2.fetch_add(1, Ordering::Relaxed);
-            let live = self.0.load(Ordering::Relaxed);
-            (live > 0).then_some(ByteSize::new(live))
-        }
-
-        fn admitted_at(&self) -> Option<Moment> {
-            self.reserved().map(|_| Moment::ORIGIN)
-        }
-
-        fn excess(&self) -> ByteSize {
-            self.reserved().unwrap_or_default()
-        }
-
-        fn is_cancelled(&self) -> bool {
-            self.1.load(Ordering::Relaxed) && self.reserved().is_some()
+            let reserved = ByteSize::new(self.0.load(Ordering::Relaxed));
+            let is_cancelled = self.1.load(Ordering::Relaxed);
+            let admitted_at = Some(Moment::ORIGIN);
+            let figures = RequestFigures { reserved, admitted_at, excess: reserved, is_cancelled };
+            (!reserved.is_zero()).then_some(figures)
         }
 
         fn cancel(&self) {
@@ -423,7 +416,7 @@ mod tests {
         fn wake(&self) {}
 
         fn describe(&self, now: Moment, into: &mut RequestMemory) -> bool {
-            let Some(live) = self.reserved() else { return false };
+            let Some(RequestFigures { reserved: live, .. }) = self.figures() else { return false };
             let age = now - Moment::ORIGIN;
             *into = RequestMemory { reserved: live, live, age, ..RequestMemory::default() };
             true
@@ -434,13 +427,12 @@ mod tests {
     struct Removed(Arc<LargeRequests>);
 
     impl LargeRequest for Removed {
-        fn reserved(&self) -> Option<ByteSize> {
+        fn figures(&self) -> Option<RequestFigures> {
+            // Read by the registry, too.
+            if self.0.registry.try_lock().is_ok() {
+                assert!(self.0.largest(0, Moment::ORIGIN).is_empty());
+            }
             None
-        }
-
-        fn excess(&self) -> ByteSize {
-            assert!(self.0.largest(0, Moment::ORIGIN).is_empty());
-            ByteSize::ZERO
         }
     }
 
@@ -448,8 +440,8 @@ mod tests {
     struct Timer;
 
     impl LargeRequest for Timer {
-        fn reserved(&self) -> Option<ByteSize> {
-            Some(ByteSize::MAX)
+        fn figures(&self) -> Option<RequestFigures> {
+            Some(RequestFigures { reserved: ByteSize::MAX, ..RequestFigures::default() })
         }
     }
 
@@ -488,7 +480,7 @@ mod tests {
         // From both ends, so that small ones arrive late as well.
         for (one, other) in requests.iter().zip(requests.iter().rev()).take(requests.len() / 2) {
             for request in [one, other] {
-                let reserved = request.reserved().expect("it runs");
+                let reserved = ByteSize::new(request.0.load(Ordering::Relaxed));
                 large.add(Arc::clone(request) as Arc<dyn LargeRequest>, reserved);
             }
         }
@@ -564,7 +556,7 @@ mod tests {
         let mib = ByteSize::mib(1).get();
         let requests = [2 * mib, 7 * mib, 5 * mib, 1000].map(request);
         for request in &requests {
-            large.add(Arc::clone(request) as Arc<dyn LargeRequest>, request.excess());
+            large.add(Arc::clone(request) as Arc<dyn LargeRequest>, ByteSize::ZERO);
         }
         let cancelled = || requests.each_ref().map(|request| request.1.load(Ordering::Relaxed));
         let at = |ms| Moment::ORIGIN + Duration::from_millis(ms);

@@ -44,7 +44,8 @@ struct RequestReservation {
     measured: Option<ByteSize>,
     /// The host memory that it had reserved when its need was declared unknown.
     unlearned: ByteSize,
-    is_suspended: bool,
+    /// What it reserves again when it resumes, while it is suspended.
+    claim: Option<ByteSize>,
     /// Why it would not run, if only observe mode admits it.
     observed: Option<RejectReason>,
     /// Its whole claim was reserved once.
@@ -76,9 +77,13 @@ impl Permit {
     }
 
     /// Creates the permit of a suspended request, whose claim was never reserved.
-    pub(super) fn of_suspended(state: &'static AdmissionState, bytes: ByteSize) -> Self {
+    pub(super) fn of_suspended(
+        state: &'static AdmissionState,
+        bytes: ByteSize,
+        claim: ByteSize,
+    ) -> Self {
         let mut permit = Self::of_request(state, Cost::host(bytes), false);
-        permit.change(|request| (request.is_suspended, request.is_started) = (true, false));
+        permit.change(|request| (request.claim, request.is_started) = (Some(claim), false));
         permit
     }
 
@@ -128,6 +133,13 @@ impl Permit {
         }
     }
 
+    /// Returns the host memory that it has reserved, or reserves again when it resumes.
+    #[must_use]
+    pub fn claim(&self) -> ByteSize {
+        let suspended = self.request().and_then(|request| request.claim);
+        suspended.unwrap_or_default().max(self.cost().host)
+    }
+
     /// Reserves more host memory, for example if a body is larger than declared. An admitted
     /// request is not rejected by level, since its end frees memory. The permit of an exempt
     /// request always grows.
@@ -171,7 +183,10 @@ impl Permit {
         }
         let reserved = self.state.grow_with(held, bytes, priority);
         let reserved = self.or_observe(reserved, bytes)?;
-        self.add(reserved);
+        self.change(|request| {
+            request.cost.host = request.cost.host.saturating_add(reserved);
+            request.claim = request.claim.map(|claim| claim.saturating_add(reserved));
+        });
         Ok(())
     }
 
@@ -262,9 +277,16 @@ impl Permit {
     /// Like [`Permit::shrink`], but wakes none of those that wait for the bytes, for a caller that
     /// holds a lock. Call [`AdmissionState::wake_waiting`] without it.
     pub fn shrink_quietly(&mut self, bytes: ByteSize) {
-        if self.is_request() {
-            let part = bytes.min(self.cost().host);
-            self.change(|request| request.cost.host = request.cost.host.saturating_sub(part));
+        let left = self.claim().saturating_sub(bytes);
+        self.change(|request| request.claim = request.claim.map(|_| left));
+        self.keep(left);
+    }
+
+    /// Releases the host memory that a request has reserved beyond `most`. Wakes none that waits.
+    pub fn keep(&mut self, most: ByteSize) {
+        let part = self.cost().host.saturating_sub(most);
+        if self.is_request() && !part.is_zero() {
+            self.change(|request| request.cost.host = most);
             self.state.host.release(part);
         }
     }
@@ -272,9 +294,8 @@ impl Permit {
     /// Suspends the reservation of a request that still receives its body: it reserves no more than
     /// `keep` from now on. Wakes no request that waits for the rest: the control loop does.
     pub fn suspend(&mut self, keep: ByteSize) {
-        self.change(|request| request.is_suspended = true);
-        let more = self.cost().host.saturating_sub(keep);
-        self.shrink_quietly(more);
+        self.change(|request| request.claim = Some(request.cost.host));
+        self.keep(keep);
         self.state.suspensions.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -290,17 +311,16 @@ impl Permit {
         has_room
     }
 
-    /// Ends the suspension: reserves host memory up to `claim` in total, in the order of the queue.
+    /// Ends the suspension: reserves the claim again, in the order of the queue.
     ///
     /// # Errors
     /// [`Rejected`], which is not counted; the reservation stays suspended.
     pub fn resume(
         &mut self,
         waiting: Option<&Waiting>,
-        claim: ByteSize,
         priority: Priority,
     ) -> Result<(), Rejected> {
-        let more = claim.saturating_sub(self.cost().host);
+        let more = self.claim().saturating_sub(self.cost().host);
         let (waits, is_started) = (waiting.map(|waiting| &waiting.id), self.is_started());
         let booked = self.state.book_again(waits, more, priority, is_started);
         let booked = self.or_observe(booked, more)?;
@@ -314,12 +334,11 @@ impl Permit {
     #[must_use]
     pub fn wait_to_resume(
         &self,
-        claim: ByteSize,
         priority: Priority,
         tenant: u64,
         within: Duration,
     ) -> Option<Waiting> {
-        let cost = Cost::host(claim.saturating_sub(self.cost().host));
+        let cost = Cost::host(self.claim().saturating_sub(self.cost().host));
         let within = Some(within);
         let terms = WaitTerms { cost, priority, tenant, within, is_admitted: true };
         Waiting::enter(self.state, terms)
@@ -327,7 +346,13 @@ impl Permit {
 
     /// Ends the suspension without reserving more.
     pub fn set_resumed(&mut self) {
-        self.change(|request| (request.is_suspended, request.is_started) = (false, true));
+        self.change(|request| (request.claim, request.is_started) = (None, true));
+    }
+
+    /// Returns `true` if its reservation is suspended.
+    #[must_use]
+    pub fn is_suspended(&self) -> bool {
+        self.request().is_some_and(|request| request.claim.is_some())
     }
 
     /// Returns `false` if it was admitted to receive its body, and its claim was never reserved.
@@ -363,8 +388,8 @@ impl Permit {
 impl RequestReservation {
     const fn new(cost: Cost, is_exempt: bool) -> Self {
         let unlearned = ByteSize::ZERO;
-        let (measured, is_suspended, observed, is_started) = (None, false, None, true);
-        Self { cost, is_exempt, measured, unlearned, is_suspended, observed, is_started }
+        let (measured, claim, observed, is_started) = (None, None, None, true);
+        Self { cost, is_exempt, measured, unlearned, claim, observed, is_started }
     }
 
     /// Returns its parts of the sums over all requests ([`AdmissionState::replace_parts`]).
@@ -372,7 +397,7 @@ impl RequestReservation {
         let Cost { host, device } = self.cost;
         let unheld = self.measured.map_or(ByteSize::ZERO, |held| host.saturating_sub(held));
         let only = |is_it, bytes| if is_it { bytes } else { ByteSize::ZERO };
-        let (suspended, is_observed) = (only(self.is_suspended, host), self.observed.is_some());
+        let (suspended, is_observed) = (only(self.claim.is_some(), host), self.observed.is_some());
         [unheld, suspended, self.unlearned, only(is_observed, host), only(is_observed, device)]
     }
 }

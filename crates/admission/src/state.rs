@@ -611,7 +611,7 @@ impl AdmissionState {
         self.tally(place).admit(place, claim, ByteSize::ZERO);
         // Of its claim only these bytes are reserved, and the rest when it resumes.
         self.tally(place).grow(place, ByteSize::new(host.get().wrapping_sub(claim.get())));
-        Some(Permit::of_suspended(self, host))
+        Some(Permit::of_suspended(self, host, claim))
     }
 
     /// Reserves host memory for what arrives of the body of a suspended request. Returns `false`
@@ -948,7 +948,8 @@ impl AdmissionState {
     /// Adds a running request that has reserved much, or something else that has a time limit, to
     /// the registry of requests.
     pub fn register(&self, request: Arc<dyn LargeRequest>) {
-        self.large.add(Arc::clone(&request), request.reserved().unwrap_or_default());
+        let reserved = request.figures().map_or(ByteSize::ZERO, |of| of.reserved);
+        self.large.add(request, reserved);
     }
 }
 

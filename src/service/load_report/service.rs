@@ -31,7 +31,7 @@ use crate::BoxError;
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::sync::{Mutex, lock};
-use lowtide_admission::layer::LargeRequest;
+use lowtide_admission::layer::{LargeRequest, RequestFigures};
 
 use super::super::rejection::{
     DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, UNAVAILABLE, put_grpc_status,
@@ -321,8 +321,9 @@ impl Drop for StreamSlot {
 struct StreamTimer(Weak<LoadReports>);
 
 impl LargeRequest for StreamTimer {
-    fn reserved(&self) -> Option<ByteSize> {
-        self.0.upgrade().map(|_| ByteSize::MAX)
+    fn figures(&self) -> Option<RequestFigures> {
+        let figures = RequestFigures { reserved: ByteSize::MAX, ..RequestFigures::default() };
+        self.0.upgrade().map(|_| figures)
     }
 
     fn wake(&self) {

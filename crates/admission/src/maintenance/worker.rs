@@ -400,10 +400,11 @@ mod tests {
     #[test]
     fn no_request_waits_for_a_deadline_after_the_last_tick() {
         let (clock, admission) = (Arc::new(ManualClock::new()), Admission::new());
-        let slow = admission.try_admit(Cost::host(ByteSize::mib(1))).expect("no limit");
+        let mut slow = admission.try_admit(Cost::host(ByteSize::mib(1))).expect("no limit");
+        slow.suspend(ByteSize::ZERO);
         let mut maintenance = dear(&clock, Sample::default(), admission.clone());
         ControlLoop::new(&mut maintenance, clock.now()).turn(&*clock);
-        let wait = || slow.wait_to_resume(ByteSize::mib(2), Priority::Normal, 0, SECOND);
+        let wait = || slow.wait_to_resume(Priority::Normal, 0, SECOND);
         let waiting = wait().expect("the loop ticks");
         run_control(&mut maintenance, &*clock, &Bell::new(), &AtomicBool::new(true));
         let cx = Context::from_waker(Waker::noop());

@@ -402,11 +402,11 @@ fn suspended(admission: &Admission, mib: u64) -> Permit {
 }
 
 /// Polls a suspended request that waits until it resumes.
-fn resumed(permit: &mut Permit, waiting: &Waiting, claim: Cost) -> bool {
+fn resumed(permit: &mut Permit, waiting: &Waiting) -> bool {
     let cx = Context::from_waker(Waker::noop());
     while let Poll::Ready(is_turn) = waiting.poll_turn(&cx) {
         assert!(is_turn, "it waits");
-        if permit.resume(Some(waiting), claim.host, Priority::Normal).is_ok() {
+        if permit.resume(Some(waiting), Priority::Normal).is_ok() {
             return true;
         }
     }
@@ -423,11 +423,10 @@ fn a_tenant_whose_suspended_request_resumes_does_not_delay_another_one() {
     let mut busy: Vec<_> =
         (0..5).map(|_| Waits::new(&admission, 50, Priority::Normal, 1)).collect();
     let within = Duration::from_secs(1);
-    let claim = mib(10);
-    let waiting = slow.wait_to_resume(claim.host, Priority::Normal, 1, within).expect("room");
-    assert!(!resumed(&mut slow, &waiting, claim));
-    all.shrink(claim.host);
-    assert!(resumed(&mut slow, &waiting, claim), "it comes first");
+    let waiting = slow.wait_to_resume(Priority::Normal, 1, within).expect("room");
+    assert!(!resumed(&mut slow, &waiting));
+    all.shrink(slow.claim());
+    assert!(resumed(&mut slow, &waiting), "it comes first");
     let mut quiet = Waits::new(&admission, 50, Priority::Normal, 2);
     drop((all, slow));
     let first = busy[0].admitted();
@@ -443,12 +442,12 @@ fn a_suspended_request_enters_a_queue_that_is_full_of_others() {
     let all = admission.try_admit(mib(100)).expect("fits");
     let wait = || admission.state().wait(mib(1), Priority::Normal, 0, None);
     let others: Vec<_> = std::iter::from_fn(wait).take(5_000).collect();
-    let (claim, within) = (mib(10), Duration::from_secs(1));
-    let waiting = slow.wait_to_resume(claim.host, Priority::Normal, 0, within);
+    let within = Duration::from_secs(1);
+    let waiting = slow.wait_to_resume(Priority::Normal, 0, within);
     let waiting = waiting.expect("it was admitted before");
-    assert!(!resumed(&mut slow, &waiting, claim));
+    assert!(!resumed(&mut slow, &waiting));
     drop(all);
-    assert!(resumed(&mut slow, &waiting, claim));
+    assert!(resumed(&mut slow, &waiting));
     drop(others);
 }
 
@@ -459,14 +458,14 @@ fn a_suspended_request_goes_on_waiting_when_admission_closes() {
     let mut slow = suspended(&admission, 10);
     let all = admission.try_admit(mib(100)).expect("fits");
     let mut other = Waits::new(&admission, 10, Priority::Normal, 0);
-    let (claim, within) = (mib(10), Duration::from_secs(1));
-    let waiting = slow.wait_to_resume(claim.host, Priority::Normal, 0, within).expect("room");
-    assert!(!resumed(&mut slow, &waiting, claim));
+    let within = Duration::from_secs(1);
+    let waiting = slow.wait_to_resume(Priority::Normal, 0, within).expect("room");
+    assert!(!resumed(&mut slow, &waiting));
     admission.close();
     assert!(matches!(other.poll(), Poll::Ready(Err(Rejected::ShuttingDown))));
-    assert!(!resumed(&mut slow, &waiting, claim));
+    assert!(!resumed(&mut slow, &waiting));
     drop(all);
-    assert!(resumed(&mut slow, &waiting, claim));
+    assert!(resumed(&mut slow, &waiting));
 }
 
 /// Bug: it waited for its deadline, in front of others, for room that there could never be.
