@@ -18,9 +18,12 @@ use std::hint::black_box;
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use axum::body::Bytes;
 use clap::Parser;
 use common::callgrind;
 use common::figures::Figures;
+use futures_util::FutureExt as _;
+use http_body_util::BodyExt as _;
 use hyper::server::conn::http1;
 use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
@@ -32,6 +35,7 @@ use lowtide::service::{ContentLength, MemoryLayer};
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_admission::learning::{Kind, Needs, Room};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tower::Service as _;
 
 use crate::chance::Chance;
 
@@ -141,6 +145,7 @@ fn be(counted: &str, steps: usize) -> Result<(), BoxError> {
             return hello(Some(&Admission::with_limit(ByteSize::gib(1))), steps);
         }
         "hello-bare" => return hello(None, steps),
+        "request" => return request(),
         work => {
             let (of, is_measured) =
                 work.strip_suffix("-bare").map_or((work, true), |work| (work, false));
@@ -194,6 +199,33 @@ async fn hello(admission: Option<&Admission>, requests: usize) -> Result<(), Box
             read += more;
         }
     }
+    Ok(())
+}
+
+/// Sends requests to a service whose handler reads their bodies, each from its head to the end of
+/// its answer, without a connection. The last one is [`measured`].
+fn request() -> Result<(), BoxError> {
+    let memory = memory()?;
+    let routes = axum::Router::new().route("/", axum::routing::post(async |body: Bytes| body));
+    let mut service = routes.layer(memory.layer());
+    for _ in 0..20 {
+        ask(&mut service)?;
+    }
+    measured(&mut service)
+}
+
+/// One request: the functions that run in it are counted.
+#[inline(never)]
+fn measured(service: &mut axum::Router) -> Result<(), BoxError> {
+    ask(service)
+}
+
+fn ask(service: &mut axum::Router) -> Result<(), BoxError> {
+    let body = axum::body::Body::from(vec![1; 1024]);
+    let answer = service.call(http::Request::post("/").body(body)?).now_or_never();
+    let answer = answer.ok_or("it waits")??;
+    let body = answer.into_body().collect().now_or_never().ok_or("it waits")??;
+    assert_eq!(body.to_bytes().len(), 1024, "an echo");
     Ok(())
 }
 
