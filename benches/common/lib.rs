@@ -93,18 +93,3 @@ pub fn build_proxy() -> Result<PathBuf, BoxError> {
     let folder = own.parent().and_then(Path::parent).ok_or("this program lies in no folder")?;
     Ok(folder.join("examples/proxy"))
 }
-
-/// Starts Envoy with this configuration and waits until it listens at its address. It ends with
-/// this process, even if this process is killed.
-pub fn start_envoy(
-    program: &Path,
-    configuration: &str,
-    front: SocketAddr,
-) -> Result<Process, BoxError> {
-    let mut command = Command::new("setpriv");
-    command.args(["--pdeathsig", "KILL"]).arg(program);
-    command.args(["--disable-hot-restart", "--concurrency", "2", "--log-level", "error"]);
-    let mut envoy = Process::spawn(command.args(["--config-yaml", configuration]))?;
-    envoy.accepts(front)?;
-    Ok(envoy)
-}

@@ -60,7 +60,6 @@ pub(super) const SUBJECTS: &[(&str, &str)] = &[
     ("fleet", "load reports, behind a real Envoy too; fits; the saturation: some 20 minutes"),
     ("counted", "figures that do not depend on the machine's speed, and the tables of documents"),
     ("field", "cases from public reports, and the benches `time` and `replay`: some minutes"),
-    ("envoy", "thresholds on the heap, in Envoy, and lowtide: quick and slow bodies"),
 ];
 
 use Source::{Bench, Cargo, Own, Script};
@@ -192,7 +191,6 @@ pub(super) const ROWS: &[Row] = &[
         "fleet.saturation.",
         Cargo("test --locked -p lowtide --test memory memory_saturation -- --nocapture"),
     ),
-    row("envoy", "envoy", Script(".ci/envoy")),
 ];
 
 use Bound::{Least, Most};
