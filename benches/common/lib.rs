@@ -10,6 +10,8 @@
 )]
 
 pub mod callgrind;
+#[path = "../../crates/admission/tests/admission/sim/chance.rs"]
+pub mod chance;
 pub mod counting;
 pub mod figures;
 pub mod http;

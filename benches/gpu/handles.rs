@@ -18,7 +18,7 @@ use lowtide_cuda_sim::{Call, SimOptions};
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::{ArenaConfig, Buffer, Contents, Region, SleepOptions};
 
-use crate::device_schedules::chance::Chance;
+use common::chance::Chance;
 
 /// The bytes that are live.
 const LIVE: ByteSize = ByteSize::gib(40);

@@ -9,6 +9,7 @@
 extern crate common;
 
 mod check;
+#[path = "../../tests/memory/device_schedules.rs"]
 mod device_schedules;
 mod handles;
 mod lanes;

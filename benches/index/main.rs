@@ -10,8 +10,6 @@
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 #![expect(clippy::cast_precision_loss, reason = "figures of a bench are far below 2^52")]
 
-#[allow(dead_code, reason = "others use more of it")]
-mod chance;
 mod work;
 
 use std::process::ExitCode;

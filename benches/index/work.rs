@@ -20,7 +20,7 @@ use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::index::{BlockId, BlockIndex, End, Request};
 use lowtide_gpu::{ArenaConfig, Buffer, ByteSize, DeviceArena, HostDriver, Region};
 
-use crate::chance::Chance;
+use common::chance::Chance;
 
 pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const GIB: u64 = 1 << 30;

@@ -95,7 +95,7 @@ impl Cell {
             let late = |one: &Seen| one.took.as_secs_f64() - one.arrival.hold.as_secs_f64();
             quantile(&seen.iter().filter(is_it).map(late).collect::<Vec<_>>(), 0.99)
         });
-        println!("{self:?}: {measures:.2?}, peak {peak}, p99 of {CLASSES:?} {late:.3?} s");
+        println!("{self:?}: {measures:.5?}, peak {peak}, p99 of {CLASSES:?} {late:.3?} s");
         Ok(measures)
     }
 }

@@ -7,10 +7,6 @@
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or a run failed.
 
-#[path = "../index/chance.rs"]
-#[allow(dead_code, reason = "others use more of it")]
-mod chance;
-
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::process::ExitCode;
@@ -32,7 +28,7 @@ use lowtide_gpu::{
     Region, SleepOptions,
 };
 
-use crate::chance::Chance;
+use common::chance::Chance;
 
 /// Of chance.
 const SEEDS: [u64; 3] = [42, 7, 1234];

@@ -1,6 +1,6 @@
 //! The kernel's figures for a process, and the requests of a burst.
 
-#[path = "../../index/chance.rs"]
+#[path = "../../../crates/admission/tests/admission/sim/chance.rs"]
 #[allow(dead_code, reason = "another bench draws sizes too")]
 mod chance;
 

@@ -25,7 +25,7 @@
 #![expect(unsafe_code, reason = "a block is copied with the bytes that were not written")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
-#[path = "../../index/chance.rs"]
+#[path = "../../../crates/admission/tests/admission/sim/chance.rs"]
 #[allow(dead_code, reason = "another bench draws other sizes")]
 mod chance;
 

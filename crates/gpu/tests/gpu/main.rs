@@ -4,7 +4,7 @@
 //! Tests that read figures of the whole process run in a child process each (`test_fork`).
 
 mod arena;
-#[path = "../../../../benches/index/chance.rs"]
+#[path = "../../../admission/tests/admission/sim/chance.rs"]
 #[allow(dead_code, reason = "others use more of it")]
 mod chance;
 mod compact;
