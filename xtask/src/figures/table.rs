@@ -52,7 +52,7 @@ pub(super) const SUBJECTS: &[(&str, &str)] = &[
     ("measured", "requests that are measured: errors, costs, overload; over an hour"),
     ("traffic", "streams whose clients stop reading: a minute"),
     ("room", "requests that wait for room, evictions of models, leaks: some 75 minutes"),
-    ("engines", "ONNX Runtime and candle in a service, and the C library: some 45 minutes"),
+    ("engines", "ONNX Runtime in a service, and the C library: half an hour"),
     (
         "questions",
         "an operator's questions, kills, alerts, the recorder and profiler: half an hour",
@@ -153,7 +153,6 @@ pub(super) const ROWS: &[Row] = &[
         &[("overload.survive.oom_kills", "room.oom_kills")],
     ),
     row("engines", "engines.ort. engines.large.", Script(".ci/engines --figures")),
-    row("engines", "engines.candle.", Script(".ci/candle --measure")),
     row("engines", "engines.rust. engines.torch. engines.c.", Bench("c")),
     row("questions", "questions.metrics", Own(small::measure_metrics)),
     row("questions", "questions.panels", Own(small::measure_panels)),
