@@ -15,8 +15,6 @@ pub mod chance;
 pub mod counting;
 pub mod figures;
 pub mod http;
-#[path = "../peers/mod.rs"]
-pub mod peers;
 #[path = "../replay/player.rs"]
 pub mod player;
 pub mod process;

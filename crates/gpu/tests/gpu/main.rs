@@ -18,12 +18,12 @@ mod pinned_process;
 mod planned;
 mod process;
 mod record;
-mod replay_peers;
 mod schedules;
 mod segments;
 mod simulation;
 mod sleep;
 mod streams;
+mod traces;
 
 use std::thread;
 use std::time::Duration;
