@@ -115,10 +115,7 @@ pub(super) const ROWS: &[Row] = &[
     row(
         "measured",
         "measured.rest.",
-        Cargo(
-            "bench --locked --manifest-path benches/retention/Cargo.toml --no-default-features \
-             -- --parts burst --only low_memory,low_memory_apart",
-        ),
+        Cargo("bench --locked --manifest-path benches/retention/Cargo.toml -- --parts rest"),
     ),
     row("measured", "measured.1x. measured.4x.", Bench("overload -- --measured")),
     renamed(
