@@ -26,6 +26,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
+use bytes::Bytes;
 use clap::Parser;
 use lowtide::{BoxError, ByteSize};
 
@@ -92,4 +93,25 @@ pub fn build_proxy() -> Result<PathBuf, BoxError> {
     let own = std::env::current_exe()?;
     let folder = own.parent().and_then(Path::parent).ok_or("this program lies in no folder")?;
     Ok(folder.join("examples/proxy"))
+}
+
+/// Objects as services exchange them, of about these many bytes.
+pub fn json(bytes: usize) -> Bytes {
+    let mut text = String::from("[");
+    for id in 0_u32.. {
+        let user = serde_json::json!({
+            "id": id,
+            "name": format!("customer {id}"),
+            "score": f64::from(id % 1000) / 8.0,
+            "tags": ["red", "blue"],
+            "active": id % 2 == 0,
+        });
+        text.push_str(&user.to_string());
+        if text.len() >= bytes {
+            break;
+        }
+        text.push(',');
+    }
+    text.push(']');
+    text.into()
 }
