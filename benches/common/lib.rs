@@ -10,11 +10,11 @@
 )]
 
 pub mod callgrind;
+#[path = "../../crates/admission/tests/admission/sim/chance.rs"]
+pub mod chance;
 pub mod counting;
 pub mod figures;
 pub mod http;
-#[path = "../peers/mod.rs"]
-pub mod peers;
 #[path = "../replay/player.rs"]
 pub mod player;
 pub mod process;
@@ -26,6 +26,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
+use bytes::Bytes;
 use clap::Parser;
 use lowtide::{BoxError, ByteSize};
 
@@ -94,17 +95,23 @@ pub fn build_proxy() -> Result<PathBuf, BoxError> {
     Ok(folder.join("examples/proxy"))
 }
 
-/// Starts Envoy with this configuration and waits until it listens at its address. It ends with
-/// this process, even if this process is killed.
-pub fn start_envoy(
-    program: &Path,
-    configuration: &str,
-    front: SocketAddr,
-) -> Result<Process, BoxError> {
-    let mut command = Command::new("setpriv");
-    command.args(["--pdeathsig", "KILL"]).arg(program);
-    command.args(["--disable-hot-restart", "--concurrency", "2", "--log-level", "error"]);
-    let mut envoy = Process::spawn(command.args(["--config-yaml", configuration]))?;
-    envoy.accepts(front)?;
-    Ok(envoy)
+/// Objects as services exchange them, of about these many bytes.
+pub fn json(bytes: usize) -> Bytes {
+    let mut text = String::from("[");
+    for id in 0_u32.. {
+        let user = serde_json::json!({
+            "id": id,
+            "name": format!("customer {id}"),
+            "score": f64::from(id % 1000) / 8.0,
+            "tags": ["red", "blue"],
+            "active": id % 2 == 0,
+        });
+        text.push_str(&user.to_string());
+        if text.len() >= bytes {
+            break;
+        }
+        text.push(',');
+    }
+    text.push(']');
+    text.into()
 }

@@ -8,6 +8,7 @@
 //! Exit codes: 0 all held; 1 one failed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
+#[path = "../../crates/admission/tests/admission/sim/mod.rs"]
 #[allow(dead_code, reason = "the tests use more of it")]
 mod sim;
 
@@ -23,10 +24,10 @@ use lowtide_gpu::clock::{Clock as _, ManualClock, Moment};
 use lowtide_gpu::driver::{Driver as _, StreamHandle};
 use lowtide_gpu::{ArenaConfig, Buffer, Lane, Region, SleepConfig, SleepState};
 
-use crate::sim::chance::Chance;
 use crate::sim::days::{Advised, LOADS};
 use crate::sim::scenario::{DAY, Load, MIXES, Scenario, Shape};
 use crate::sim::{claims, days};
+use common::chance::Chance;
 
 /// Seconds of traffic that are recorded for an advice.
 const ADVISED_S: f64 = 300.0;

@@ -3,13 +3,13 @@
 //! `cargo bench -p lowtide-benches --bench fit`. In a run, a service under load in a cgroup of 1
 //! GiB gets the command to fit in 512 MiB, the limit is lowered as soon as it fits, and raised
 //! again. A schedule does the same in virtual time with another process, load and limit each; see
-//! `controller/sim/fit.rs`.
+//! `crates/admission/tests/admission/sim/fit.rs`.
 //!
 //! Exit codes: 0 all goals held; 1 one was missed, or something could not be measured.
 #![expect(clippy::print_stdout, reason = "a program that prints figures")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
-#[path = "../controller/sim/mod.rs"]
+#[path = "../../crates/admission/tests/admission/sim/mod.rs"]
 #[allow(dead_code, reason = "the bench `controller` uses more of it")]
 mod sim;
 
@@ -37,7 +37,7 @@ use serde_json::Value;
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 
-use crate::sim::chance::Chance;
+use common::chance::Chance;
 
 lowtide::global_allocator!(balanced);
 

@@ -37,7 +37,7 @@ mod upstream;
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -179,8 +179,9 @@ impl Run {
         let (services, addresses): (Vec<_>, Vec<_>) = services.into_iter().unzip();
         let balancer = Balancer::start(&self.envoy, policy, self.is_quick, &addresses)?;
         balancer.check_reports()?;
-        let mut offer = Offer::steady(MIX, rate(), self.warm + self.lasts + AFTER, self.seed);
-        offer.sending = Sending { copies: MORE_COPIES, ..Sending::default() };
+        let sending = Sending { copies: MORE_COPIES, ..Sending::default() };
+        let lasts = self.warm + self.lasts + AFTER;
+        let offer = Offer { mix: MIX, rate: rate(), lasts, seed: self.seed, sending };
         let at = self.warm..self.warm + self.lasts;
         let offered = offer.arrivals().iter().filter(|one| at.contains(&one.at)).count();
         let offered = count(offered as u64);
@@ -232,7 +233,7 @@ fn serve() -> Result<bool, BoxError> {
 async fn start() -> Result<(SocketAddr, watch::Sender<Phase>), BoxError> {
     let memory = Memory::builder().start()?;
     let layer = memory.layer().with_load_reports();
-    let routes = load::routes(true).layer(layer);
+    let routes = load::routes().layer(layer);
     let routes = routes.merge(memory.routes());
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
     let address = listener.local_addr()?;
@@ -287,7 +288,7 @@ impl Balancer {
         let (front, admin) = (free_port()?, free_port()?);
         let configuration = configuration(policy, is_quick, [front, admin], services)?;
         let balancer = Self {
-            _envoy: common::start_envoy(program, &configuration, front)?,
+            _envoy: start_envoy(program, &configuration, front)?,
             front,
             admin,
             services: services.to_vec(),
@@ -336,6 +337,21 @@ impl Balancer {
         };
         self.services.iter().map(of).collect()
     }
+}
+
+/// Starts Envoy with this configuration and waits until it listens at its address. It ends with
+/// this process, even if this process is killed.
+fn start_envoy(
+    program: &Path,
+    configuration: &str,
+    front: SocketAddr,
+) -> Result<Process, BoxError> {
+    let mut command = Command::new("setpriv");
+    command.args(["--pdeathsig", "KILL"]).arg(program);
+    command.args(["--disable-hot-restart", "--concurrency", "2", "--log-level", "error"]);
+    let mut envoy = Process::spawn(command.args(["--config-yaml", configuration]))?;
+    envoy.accepts(front)?;
+    Ok(envoy)
 }
 
 /// Reads the status of a service. Numbers that are 0 are left out.

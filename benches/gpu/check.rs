@@ -1,8 +1,5 @@
 //! The program that checks a GPU, over the fake library: the time until its torture finds a missing
-//! wait between lanes, whether killed parts leave the results of the others, and its size.
-
-use std::path::PathBuf;
-use std::process::Command;
+//! wait between lanes, and whether killed parts leave the results of the others.
 
 use lowtide::BoxError;
 use lowtide_fake_cuda::Fake;
@@ -58,22 +55,5 @@ pub(crate) fn killed(figures: &mut Figures) -> Result<(), BoxError> {
         return Err(format!("4 parts should have ended badly: {:?}", found.parts).into());
     }
     figures.at_least("gpu.killed_part.results_kept", kept, "of the others' parts", 1.0);
-    Ok(())
-}
-
-/// Builds the program as it is copied to a machine with a GPU, and measures its file.
-pub(crate) fn binary(figures: &mut Figures) -> Result<(), BoxError> {
-    let program = std::env::current_exe()?;
-    // <target>/<profile>/deps/<program>
-    let target: PathBuf = program.ancestors().nth(3).ok_or("a program without a folder")?.into();
-    let arguments = "build --locked --profile gpu-check -p lowtide-gpu --example gpu_check";
-    let mut build = Command::new(env!("CARGO"));
-    build.args(arguments.split(' ')).arg("--target-dir").arg(&target);
-    if !build.status()?.success() {
-        return Err(format!("cargo {arguments} failed").into());
-    }
-    let file = target.join("gpu-check/examples/gpu_check");
-    let mib = count(std::fs::metadata(file)?.len()) / f64::from(1 << 20);
-    figures.at_most("gpu.check.binary_mib", mib, "MiB", 10.0);
     Ok(())
 }

@@ -2,9 +2,8 @@
 //! with a view.
 //!
 //! Pairs run over the simulation without costs: no pair makes a call, so the times are the arena's
-//! own. The cases take turns in each round, and a ratio is the median of the rounds' ratios. The
-//! four loops of cuArena's benchmark are compared with the times that its arena took on this
-//! machine, clock included. Views run over the fake libcuda, with unmodified cudarc.
+//! own. The cases take turns in each round, and a ratio is the median of the rounds' ratios. Views
+//! run over the fake libcuda, with unmodified cudarc.
 //!
 //! Invariant: a round frees everything that it allocates.
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
@@ -24,14 +23,10 @@ use lowtide_gpu::driver::Driver as _;
 use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
 use lowtide_gpu::{ArenaConfig, Buffer, DeviceArena, DeviceError, Lane, Region};
 
-use crate::check::program::cuarena::{LOOPS, Loops};
-
 /// Rounds of the cases.
 const ROUNDS: usize = 60;
 /// Pairs of each case in a round, about.
 const PAIRS: usize = 6_144;
-/// Rounds of each loop of cuArena's benchmark for one of ours.
-const LOOP_ROUNDS: usize = 8;
 /// The size of the pairs.
 const SIZE: usize = 64 << 10;
 /// The sizes of a forward pass: the activations and scratch buffers of its layers.
@@ -46,16 +41,7 @@ type Block = Buffer<u8>;
 type Case = fn(&Lane) -> Result<(), DeviceError>;
 
 /// The cases that are compared with ping-pong pairs, and their goals.
-const CASES: [(&str, Case, f64); 4] = [
-    ("gpu.pair.8", burst::<8>, 2.5),
-    ("gpu.pair.128", burst::<128>, 3.0),
-    ("gpu.pair.512", burst::<512>, 4.0),
-    ("gpu.forward", forward, 4.0),
-];
-
-/// The loops of cuArena's benchmark, the microseconds that its arena took, and the goals.
-const CU_ARENA: [(&str, f64, f64); 4] =
-    [("b1", 0.06, 1.3), ("b2", 47.7, 1.3), ("b4", 0.65, 1.3), ("b5", 0.05, 1.5)];
+const CASES: [(&str, Case, f64); 2] = [("gpu.pair.512", burst, 4.0), ("gpu.forward", forward, 4.0)];
 
 fn block(lane: &Lane, size: usize) -> Result<Block, DeviceError> {
     lane.alloc(size, Region::Dynamic)
@@ -66,8 +52,9 @@ fn ping_pong(lane: &Lane) -> Result<(), DeviceError> {
     (0..PAIRS).try_for_each(|_| block(lane, SIZE).map(|of| drop(black_box(of))))
 }
 
-/// So many blocks, then the end of all, in the order of their ages.
-fn burst<const BLOCKS: usize>(lane: &Lane) -> Result<(), DeviceError> {
+/// 512 blocks, then the end of all, in the order of their ages.
+fn burst(lane: &Lane) -> Result<(), DeviceError> {
+    const BLOCKS: usize = 512;
     let mut held = Vec::with_capacity(BLOCKS);
     (0..PAIRS / BLOCKS).try_for_each(|_| {
         for _ in 0..BLOCKS {
@@ -100,20 +87,12 @@ pub(crate) fn pairs(figures: &mut Figures) -> Result<(), BoxError> {
         case(lane).map(|()| start.elapsed().as_secs_f64() * 1e9 / count(PAIRS as u64))
     };
     // Each case has an arena of its own, as programs have: none sees what another left behind.
-    let beds = [open()?, open()?, open()?, open()?, open()?];
-    let others = [open()?, open()?, open()?, open()?];
+    let beds = [open()?, open()?, open()?];
     for round in 0..=ROUNDS {
         let pair = nanos(&beds[0], ping_pong)?;
         let mut took = Vec::new();
         for ((name, case, goal), bed) in CASES.into_iter().zip(&beds[1..]) {
             took.push((format!("{name}.ratio"), nanos(bed, case)? / pair, goal));
-        }
-        for _ in 0..LOOP_ROUNDS {
-            for ((name, theirs, goal), (bed, lane)) in CU_ARENA.into_iter().zip(&others) {
-                let run = LOOPS.iter().find(|(known, _)| *known == name).ok_or("no such loop")?.1;
-                let micros = run(&Loops { arena: &bed.arena, lane, part: 1 })?;
-                took.push((format!("gpu.cuarena.{name}.ratio"), micros / theirs, goal));
-            }
         }
         if round > 0 {
             // In the first, sizes become hot, and memory is committed.

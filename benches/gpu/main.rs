@@ -9,6 +9,7 @@
 extern crate common;
 
 mod check;
+#[path = "../../tests/memory/device_schedules.rs"]
 mod device_schedules;
 mod handles;
 mod lanes;
@@ -32,7 +33,6 @@ type Measure = fn(&mut Figures) -> Result<(), BoxError>;
 
 /// The parts, in the order in which they run.
 const PARTS: &[(&str, Measure)] = &[
-    ("binary", check::binary),
     ("compact", compact),
     ("devices", devices),
     ("killed", check::killed),

@@ -1,17 +1,13 @@
 //! Index: what the block index costs and how well it places, beside the allocators of its field.
 //!
-//! The same operations from the same seeds go to the index, to the crates `offset-allocator` and
-//! `rlsf`, and to models of cuArena and of ONNX Runtime's arena, of which only failures compare:
-//! how fast a model runs says nothing. Failures and instructions do not depend on the machine;
-//! times do.
+//! The same operations from the same seeds go to the index and to the crates `offset-allocator` and
+//! `rlsf`. Failures and instructions do not depend on the machine; times do.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed.
 #![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 #![expect(clippy::cast_precision_loss, reason = "figures of a bench are far below 2^52")]
 
-#[allow(dead_code, reason = "others use more of it")]
-mod chance;
 mod work;
 
 use std::process::ExitCode;
@@ -19,9 +15,8 @@ use std::process::ExitCode;
 use clap::Parser;
 use common::callgrind;
 use common::figures::{Figures, median};
-use common::peers::{Bfc, CuArena, Extend, Offset, Peer};
 
-use crate::work::{MIX_LIVE, Mix, Nobody, Ours, POOL, SEEDS, Tlsf};
+use crate::work::{MIX_LIVE, Mix, Nobody, Offset, Ours, POOL, Peer, SEEDS, Tlsf};
 
 /// Steps of the timed mix.
 const STEPS: usize = 1_000_000;
@@ -29,8 +24,6 @@ const STEPS: usize = 1_000_000;
 const ROUNDS: usize = 5;
 /// Steps of the shorter of two runs whose instructions are counted.
 const COUNTED: u32 = 50_000;
-/// Blocks, free ones counted, that `offset-allocator` is told to be ready for: its default.
-const BLOCKS_MAX: u32 = 1 << 17;
 
 /// What the block index costs and how well it places.
 #[derive(Clone, Debug, Parser)]
@@ -60,7 +53,7 @@ fn main() -> ExitCode {
         instructions(&mut figures);
         failures(&mut figures);
         metadata(&mut figures);
-        work::arena(&mut figures, cli.counted);
+        work::arena(&mut figures);
         Ok(figures.print())
     })
 }
@@ -68,7 +61,7 @@ fn main() -> ExitCode {
 fn times(figures: &mut Figures) {
     // Ours is named by no peer.
     timed(figures, "", 50.0, || Ours::new(POOL));
-    timed(figures, "peer.offset-allocator.", NO_GOAL, || Offset::new(POOL, BLOCKS_MAX));
+    timed(figures, "peer.offset-allocator.", NO_GOAL, || Offset::new(POOL));
     timed(figures, "peer.rlsf.", NO_GOAL, || Tlsf::new(POOL));
 }
 
@@ -89,7 +82,7 @@ fn be(who: &str, steps: usize) {
     }
     match who {
         "ours" => run(Ours::new(POOL), steps),
-        "offset-allocator" => run(Offset::new(POOL, BLOCKS_MAX), steps),
+        "offset-allocator" => run(Offset::new(POOL), steps),
         "rlsf" => run(Tlsf::new(POOL), steps),
         _ => run(Nobody, steps),
     }
@@ -113,20 +106,12 @@ fn instructions(figures: &mut Figures) {
 }
 
 fn failures(figures: &mut Figures) {
-    let bfc = |extend| move |seed| work::load90(Bfc::new(extend, POOL), seed);
-    let of: [(&str, &dyn Fn(u64) -> f64); 5] = [
-        ("", &|seed| work::load90(Ours::new(POOL), seed)),
-        ("peer.offset-allocator.", &|seed| work::load90(Offset::new(POOL, BLOCKS_MAX), seed)),
-        ("peer.cuarena-model.", &|seed| work::load90(CuArena::new(POOL), seed)),
-        ("peer.bfc-model-next-power-of-two.", &bfc(Extend::NextPowerOfTwo)),
-        ("peer.bfc-model-same-as-requested.", &bfc(Extend::SameAsRequested)),
-    ];
-    for (prefix, failures) in of {
-        for seed in SEEDS {
-            let name = format!("{prefix}index.load90.failures.seed{seed}");
-            let goal = if prefix.is_empty() { 100.0 } else { NO_GOAL };
-            figures.at_most(name, failures(seed), "failures", goal);
-        }
+    for seed in SEEDS {
+        let name = |prefix: &str| format!("{prefix}index.load90.failures.seed{seed}");
+        let ours = work::load90(Ours::new(POOL), seed);
+        figures.at_most(name(""), ours, "failures", 100.0);
+        let offset = work::load90(Offset::new(POOL), seed);
+        figures.add(name("peer.offset-allocator."), offset, "failures");
     }
 }
 

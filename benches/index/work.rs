@@ -9,18 +9,17 @@
 use std::alloc::Layout;
 use std::hint::black_box;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Barrier, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use common::figures::{Figures, median};
-use common::peers::Peer;
 use lowtide_gpu::clock::ManualClock;
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::index::{BlockId, BlockIndex, End, Request};
 use lowtide_gpu::{ArenaConfig, Buffer, ByteSize, DeviceArena, HostDriver, Region};
+use offset_allocator::{Allocation, Allocator};
 
-use crate::chance::Chance;
+use common::chance::Chance;
 
 pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const GIB: u64 = 1 << 30;
@@ -34,6 +33,18 @@ pub(crate) const MIX_LIVE: usize = 10_000;
 pub(crate) const LOAD90_LIVE: usize = 11_600;
 /// Operations at 90 %: about half of them allocate.
 pub(crate) const LOAD90_STEPS: usize = 300_000;
+
+/// A block allocator over offsets.
+pub(crate) trait Peer {
+    /// A handle by which a live block is freed.
+    type Handle;
+
+    /// A block of at least so many bytes, or `None` where it finds no room. `bytes > 0`.
+    fn alloc(&mut self, bytes: u64) -> Option<Self::Handle>;
+
+    /// Frees a live block.
+    fn free(&mut self, block: Self::Handle);
+}
 
 /// The slots of a mix.
 pub(crate) struct Mix<H> {
@@ -130,7 +141,7 @@ pub(crate) fn load90<P: Peer>(mut peer: P, seed: u64) -> f64 {
     mix.failures as f64
 }
 
-// The pools that are compared: the block index and `rlsf`.
+// The pools that are compared: the block index, and the crates `offset-allocator` and `rlsf`.
 //
 // Invariant: a pool outlives its blocks.
 
@@ -157,6 +168,35 @@ impl Peer for Ours {
 
     fn free(&mut self, block: BlockId) {
         assert!(self.0.release(block).is_some(), "a block is freed once");
+    }
+}
+
+/// The crate `offset-allocator` over a fixed pool: two-level bins over 32-bit offsets, here in
+/// units of 256 bytes.
+///
+/// It rounds requests up to a bin and never looks into the bin below.
+pub(crate) struct Offset(Allocator);
+
+impl Offset {
+    const UNIT: u64 = 256;
+    /// Blocks, free ones counted, that it is told to be ready for: its default.
+    const BLOCKS_MAX: u32 = 1 << 17;
+
+    pub(crate) fn new(capacity: u64) -> Self {
+        let units = u32::try_from(capacity / Self::UNIT).unwrap_or(u32::MAX);
+        Self(Allocator::with_max_allocs(units, Self::BLOCKS_MAX))
+    }
+}
+
+impl Peer for Offset {
+    type Handle = Allocation;
+
+    fn alloc(&mut self, bytes: u64) -> Option<Allocation> {
+        self.0.allocate(u32::try_from(bytes.div_ceil(Self::UNIT)).ok()?)
+    }
+
+    fn free(&mut self, block: Allocation) {
+        self.0.free(block);
     }
 }
 
@@ -214,12 +254,9 @@ impl Peer for Nobody {
 // whether it calls the driver; whether two threads that use the same few sizes hold each other up;
 // and whether an arena under a limit fails where only its granules, not its addresses, are short.
 //
-// Two threads are compared with one by what each of them does in a given wall time, beside a loop
-// that allocates nothing: two threads of a machine are slower than one whatever they do.
-
 /// Operations of a thread in one round.
 const ROUND: usize = 200_000;
-/// Rounds of each kind, in turn.
+/// Rounds of both threads.
 const ROUNDS: usize = 15;
 /// The sizes that the threads use: two layers' activations and two small ones.
 const HOT: [usize; 4] = [6 << 10, 256 << 10, 1 << 20, 4 << 20];
@@ -254,9 +291,9 @@ impl Peer for Arena {
 }
 
 /// All figures of the arena.
-pub(crate) fn arena(figures: &mut Figures, is_counted: bool) {
+pub(crate) fn arena(figures: &mut Figures) {
     pairs(figures);
-    two_threads(figures, is_counted);
+    two_threads(figures);
     arena_load90(figures);
 }
 
@@ -283,70 +320,20 @@ fn turns(arena: &DeviceArena) {
     }
 }
 
-/// The loop beside it, which allocates nothing and shares nothing: the atomic operations of a turn
-/// (two locks) on what is this thread's own, and arithmetic for the rest.
-/// Were it arithmetic alone, it would not show what two threads of one core cost each other.
-fn own_loop() {
-    let own = Mutex::new([1_u64; 16]);
-    for turn in 0..ROUND {
-        for half in 0..2 {
-            let mut held = own.lock().unwrap_or_else(PoisonError::into_inner);
-            let nth = (turn + half) % 8;
-            let (one, other) = (held[nth], held[nth + 8]);
-            held[nth] = one.rotate_left(7) ^ other.wrapping_mul(0x9E37_79B9_7F4A_7C15);
-            held[nth + 8] = other.wrapping_add(one >> 3);
-        }
-        black_box(&own);
-    }
-}
-
-/// Wall nanoseconds of each round, on the arena and of the loop, of one thread and of two; and how
-/// many locks were found taken once the threads had begun.
-fn walls(arena: &DeviceArena) -> ([[Vec<f64>; 2]; 2], u64) {
-    let (barrier, warm) = (Barrier::new(2), AtomicU64::new(0));
-    let rounds = || {
-        let kinds = (0..=ROUNDS).flat_map(|round| [(round, 0), (round, 1)]);
-        kinds.flat_map(|(round, kind)| [(round, kind, 1), (round, kind, 2)])
+/// How many locks were found taken by two threads that use the same sizes, once those are hot and
+/// the threads have homes.
+fn two_threads(figures: &mut Figures) {
+    let arena = Arena::open(ByteSize::MAX).0;
+    let both = || {
+        std::thread::scope(|scope| {
+            scope.spawn(|| turns(&arena));
+            turns(&arena);
+        });
     };
-    // The same two threads for all rounds; the second sits out those of one.
-    let run = |first: bool| {
-        let time = |(round, kind, threads)| {
-            barrier.wait();
-            if first && round <= 1 {
-                // The sizes get hot, and the threads find homes: what was taken then is no matter.
-                warm.store(arena.snapshot().lock_contended_total, Ordering::Relaxed);
-            }
-            barrier.wait();
-            let start = Instant::now();
-            if first || threads == 2 {
-                if kind == 0 { turns(arena) } else { own_loop() }
-            }
-            start.elapsed().as_nanos() as f64
-        };
-        rounds().map(time).collect::<Vec<_>>()
-    };
-    let mut found = <[[Vec<f64>; 2]; 2]>::default();
-    let (mine, others) = std::thread::scope(|scope| {
-        let other = scope.spawn(|| run(false));
-        (run(true), other.join().unwrap_or_default())
-    });
-    for (((round, kind, threads), mine), other) in rounds().zip(mine).zip(others) {
-        if round > 0 {
-            found[kind][threads - 1].push(mine.max(other));
-        }
-    }
-    (found, arena.snapshot().lock_contended_total - warm.into_inner())
-}
-
-fn two_threads(figures: &mut Figures, is_counted: bool) {
-    let (walls, contended) = walls(&Arena::open(ByteSize::MAX).0);
-    let [ours, own] = walls.each_ref().map(|[one, two]| {
-        median(&one.iter().zip(two).map(|(one, two)| two / one).collect::<Vec<_>>())
-    });
-    if !is_counted {
-        // Documents state it, and it is a ratio of times.
-        figures.at_most("arena.two_threads.wall_ratio_over_loop", ours / own, "ratio", 1.15);
-    }
+    both();
+    let warm = arena.snapshot().lock_contended_total;
+    (0..ROUNDS).for_each(|_| both());
+    let contended = arena.snapshot().lock_contended_total - warm;
     figures.at_most("arena.two_threads.contended_locks", contended as f64, "locks", 0.0);
 }
 

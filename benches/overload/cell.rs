@@ -7,7 +7,6 @@
 //! requests. A request without an outcome is failed: what was under way when its service died.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use common::figures::{Figures, count, part, quantile};
@@ -18,11 +17,12 @@ use http::{Request, StatusCode};
 use lowtide::{BoxError, ByteSize};
 use serde::{Deserialize, Serialize};
 
-use crate::Cli;
 use crate::chance::Chance;
 use crate::load::{self, Fate, Seen};
 use crate::offer::{CLASSES, HOLD, Mix, Offer, Policy, Sending};
 
+/// The limit of the service's cgroup.
+pub(crate) const LIMIT: ByteSize = ByteSize::mib(256);
 /// The time between two looks at the cgroup.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 /// Bytes of a MiB.
@@ -49,40 +49,36 @@ pub(crate) struct Cell {
     /// The factor by which estimates from the body's length are multiplied, to make them wrong; 0
     /// if the service gives none.
     pub(crate) estimate: f64,
-    /// The limit of the service's cgroup.
-    pub(crate) limit_bytes: u64,
     /// The time for which requests are offered.
     pub(crate) lasts: Duration,
     /// Of arrivals, sizes and holds.
     pub(crate) seed: u64,
     /// How requests are sent.
     pub(crate) sending: Sending,
-    /// `true` if a request holds its body once, and not twice.
-    pub(crate) one_copy: bool,
-    /// The program of the policy `envoy80`.
-    pub(crate) envoy: Option<PathBuf>,
-    /// Where lowtide's requests wait for room, since the proxy and the service admit in one ledger:
-    /// `true` if in the proxy, for its model, and else in front of the service that holds bodies.
-    pub(crate) waits_in_proxy: bool,
-    /// The service has streams, and is no proxy.
-    pub(crate) serves_streams: bool,
+    pub(crate) service: Service,
+}
+
+/// The kind of service, and where lowtide's requests wait for room: the proxy and the service behind
+/// it admit in one ledger.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Service {
+    /// The proxy; requests wait in front of the service that holds bodies.
+    Proxy,
+    /// The proxy; requests wait in it, for its model.
+    WaitingProxy,
+    Streams,
 }
 
 impl Cell {
-    pub(crate) const fn limit(&self) -> ByteSize {
-        ByteSize::new(self.limit_bytes)
-    }
-
     /// Starts the service, and waits until it prints the address of its proxy.
     pub(crate) fn start(&self) -> Result<(Process, SocketAddr), BoxError> {
-        common::serve(&["--serve", &serde_json::to_string(self)?], self.limit())
+        common::serve(&["--serve", &serde_json::to_string(self)?], LIMIT)
     }
 
-    /// Runs it, prints its outcome and adds its figures.
-    pub(crate) fn run(&self, figures: &mut Figures) -> Result<Measures, BoxError> {
-        let rate = self.load * self.mix.fits(self.limit());
-        let mut offer = Offer::steady(self.mix, rate, self.lasts, self.seed);
-        offer.sending = self.sending;
+    /// Runs it, and prints its outcome.
+    pub(crate) fn run(&self) -> Result<Measures, BoxError> {
+        let (mix, lasts, seed, sending) = (self.mix, self.lasts, self.seed, self.sending);
+        let offer = Offer { mix, rate: self.load * mix.fits(LIMIT), lasts, seed, sending };
         let (mut service, front) = self.start()?;
         let folder = service.folder().ok_or("no cgroup")?.to_owned();
         let mut peak = ByteSize::ZERO;
@@ -94,48 +90,28 @@ impl Cell {
         let mut measures = Measures::of(&offer, &seen);
         measures.died = service.ended().is_some();
         measures.oom_kills = process::oom_kills(&folder).unwrap_or_default();
-        measures.peak_mib = peak.as_f64() / MIB;
-        println!("{} seed {}: {measures:.2?}", self.name(), self.seed);
-        measures.tell(&format!("overload.{}", self.name()), figures);
-        if self.policy == Policy::Lowtide && measures.died {
-            println!("FAILED: the service under lowtide did not survive {}", self.name());
-        }
+        let late: [f64; CLASSES.len()] = std::array::from_fn(|class| {
+            let is_it = |one: &&Seen| one.arrival.class == class && one.fate == Fate::Served;
+            let late = |one: &Seen| one.took.as_secs_f64() - one.arrival.hold.as_secs_f64();
+            quantile(&seen.iter().filter(is_it).map(late).collect::<Vec<_>>(), 0.99)
+        });
+        println!("{self:?}: {measures:.5?}, peak {peak}, p99 of {CLASSES:?} {late:.3?} s");
         Ok(measures)
-    }
-
-    /// Its name in figures: all static budgets are one policy.
-    fn name(&self) -> String {
-        let policy = match self.policy {
-            Policy::Static(_) => "static".to_owned(),
-            other => other.to_string(),
-        };
-        let mut name = format!("{policy}.{}x.{}", self.load, self.mix.name());
-        if (self.estimate - 1.0).abs() > 1e-9 {
-            name += &format!(".estimate_{}", self.estimate);
-        }
-        name
     }
 }
 
 /// The numbers of one cell.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Measures {
-    /// MiB of bodies that were served a second.
-    goodput_mib: f64,
-    /// The same of the second half of the time: once everything is learned.
-    pub(crate) learned_goodput_mib: f64,
-    /// The part of the offered bytes that was shed.
-    shed_bytes: f64,
+    /// MiB of bodies that were served a second, and the same of the second half of the time: once
+    /// everything is learned.
+    goodput_mib: [f64; 2],
     /// Requests that were shed after the first [`LEARNED`] ones of their class, and the number of
     /// all requests after those.
     pub(crate) learned_sheds: u64,
     pub(crate) learned_sent: u64,
     /// Of each class: its part of the served bytes over its part of the offered ones.
     pub(crate) shares: [f64; CLASSES.len()],
-    /// Latency of what was served beyond the hold that it asked for, of each class.
-    p99s_ms: [f64; CLASSES.len()],
-    /// Highest working set of the cgroup that was seen.
-    peak_mib: f64,
     /// `true` if the service ended too early.
     pub(crate) died: bool,
     /// The number of processes of the cgroup that the kernel killed for memory.
@@ -146,15 +122,16 @@ impl Measures {
     /// Of this offer and what came of it.
     fn of(offer: &Offer, seen: &[Seen]) -> Self {
         let class_of = |class: usize| seen.iter().filter(move |one| one.arrival.class == class);
-        let with = |class, fate| class_of(class).filter(move |one| one.fate == fate);
-        let bytes = |class, fate| count(with(class, fate).map(|one| one.arrival.size.get()).sum());
         // Offered is what the schedule says: what was under way when the time was up is in no tally.
         let arrivals = offer.arrivals();
         let offered: [f64; CLASSES.len()] = std::array::from_fn(|class| {
             let of_class = arrivals.iter().filter(|arrival| arrival.class == class);
             of_class.map(|arrival| arrival.size.as_f64()).sum()
         });
-        let served: [f64; CLASSES.len()] = std::array::from_fn(|class| bytes(class, Fate::Served));
+        let served: [f64; CLASSES.len()] = std::array::from_fn(|class| {
+            let served = class_of(class).filter(|one| one.fate == Fate::Served);
+            served.map(|one| one.arrival.size.as_f64()).sum()
+        });
         let [all_offered, all_served] = [offered, served].map(|of| of.iter().sum::<f64>());
         // The steady part; all of it where the load is too short for one.
         let (hold, to) = (HOLD[1], offer.lasts);
@@ -172,41 +149,19 @@ impl Measures {
             all.into_iter().skip(LEARNED)
         });
         let learned: Vec<_> = learned.collect();
-        let shed = (0..CLASSES.len()).map(|class| bytes(class, Fate::Shed)).sum();
         Self {
-            goodput_mib: goodput_since(from),
-            learned_goodput_mib: goodput_since(from.max(to / 2)),
-            shed_bytes: part(shed, all_offered),
+            goodput_mib: [from, from.max(to / 2)].map(goodput_since),
             learned_sent: learned.len() as u64,
             learned_sheds: learned.iter().filter(|one| one.fate == Fate::Shed).count() as u64,
             shares: std::array::from_fn(|class| {
                 part(part(served[class], all_served), part(offered[class], all_offered))
             }),
-            p99s_ms: std::array::from_fn(|class| {
-                let late = with(class, Fate::Served)
-                    .map(|one| one.took.as_secs_f64() - one.arrival.hold.as_secs_f64());
-                1e3 * quantile(&late.collect::<Vec<_>>(), 0.99)
-            }),
             ..Self::default()
         }
     }
-
-    /// Adds the figures.
-    fn tell(&self, name: &str, figures: &mut Figures) {
-        let mut add = |end: &str, value, unit| figures.add(format!("{name}.{end}"), value, unit);
-        add("oom_kills", count(self.oom_kills), "kills");
-        add("shed_bytes_ratio", self.shed_bytes, "ratio");
-        add("peak_mib", self.peak_mib, "MiB");
-        for (nth, class) in CLASSES.iter().enumerate() {
-            add(&format!("share.{class}"), self.shares[nth], "ratio");
-            add(&format!("p99_ms.{class}"), self.p99s_ms[nth], "ms");
-        }
-        add("goodput_mib_s", self.goodput_mib, "MiB/s");
-        add("learned_goodput_mib_s", self.learned_goodput_mib, "MiB/s");
-    }
 }
 
-// Which cells are run: what was chosen, the drawn runs, the comparison, the check.
+// Which cells are run: the table of the documents, the drawn runs, the comparison, the check.
 //
 // It decides what is run and nothing of what comes of it, but for the check, which is none where
 // the load does not kill.
@@ -242,17 +197,15 @@ impl Runner {
     ) -> Result<Measures, BoxError> {
         let seed = self.base.seed + more;
         let cell = Cell { policy, load, estimate, seed, ..self.base.clone() };
-        let measures = cell.run(&mut self.figures)?;
+        let measures = cell.run()?;
         self.lost += u64::from(measures.died && policy == Policy::Lowtide);
         Ok(measures)
     }
 
-    /// Every combination of what was given.
-    pub(crate) fn chosen(&mut self, cli: &Cli) -> Result<bool, BoxError> {
-        for &load in &cli.load {
-            for &policy in &cli.policy {
-                self.run(policy, load, cli.estimate, 0)?;
-            }
+    /// A threshold, a budget and lowtide under the same load.
+    pub(crate) fn compare(&mut self, budget: u32) -> Result<bool, BoxError> {
+        for policy in [Policy::Rss10, Policy::Static(budget), Policy::Lowtide] {
+            self.run(policy, 4.0, 1.0, 0)?;
         }
         Ok(true)
     }
@@ -272,7 +225,6 @@ impl Runner {
                 copies: 0,
                 has_giants: draw(4) == 0,
             };
-            println!("{:?}", self.base.sending);
             kills += self.run(Policy::Lowtide, load, estimate, run.into())?.oom_kills;
         }
         self.figures.add("overload.survive.runs", f64::from(runs), "runs");
@@ -311,7 +263,6 @@ impl Runner {
             sent += measures.learned_sent;
         }
         let (slow, _) = self.seeds(Policy::Lowtide, 0.0, SLOW)?;
-        // Last, so that the cell's own figures are those of quick bodies.
         let (quick, _) = self.seeds(Policy::Lowtide, 0.0, Duration::ZERO)?;
         let (rss10, _) = self.seeds(Policy::Rss10, 1.0, Duration::ZERO)?;
         let mut best = None;
@@ -369,12 +320,12 @@ impl Runner {
 
 /// The mean goodput of runs once everything is learned, in MiB/s.
 fn goodput(runs: &[Measures]) -> f64 {
-    part(runs.iter().map(|measures| measures.learned_goodput_mib).sum(), count(runs.len() as u64))
+    part(runs.iter().map(|measures| measures.goodput_mib[1]).sum(), count(runs.len() as u64))
 }
 
-// A burst: 400 small requests to `/embed` at once, and the same with six at a time. A client that keeps a queue of its own is what a service without one expects. The service's
-// queue should need about as long. Both runs use one service, one after the other; the model is
-// loaded before.
+// A burst: 400 small requests to `/embed` at once, and the same with six at a time. A client that
+// keeps a queue of its own is what a service without one expects. The service's queue should need
+// about as long. Both runs use one service, one after the other; the model is loaded before.
 
 /// The requests of a burst.
 const REQUESTS: usize = 400;
@@ -387,7 +338,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Runs both, and adds the figures. Returns `true` if the service survived.
 pub(crate) fn burst(base: &Cell, figures: &mut Figures) -> Result<bool, BoxError> {
-    let cell = Cell { policy: Policy::Lowtide, waits_in_proxy: true, ..base.clone() };
+    let cell = Cell { service: Service::WaitingProxy, ..base.clone() };
     let (service, to) = cell.start()?;
     let runtime = tokio::runtime::Runtime::new()?;
     let both = async {

@@ -163,12 +163,12 @@ pub(crate) const HOLD_HEADER: &str = "x-hold-millis";
 /// The header that says how many further copies of the body it holds.
 const COPIES_HEADER: &str = "x-copies";
 
-/// The route. A request may hold its body once.
-pub(crate) fn routes(is_copied: bool) -> Router {
-    Router::new().route("/hold", post(move |request: Request<Body>| hold(request, is_copied)))
+/// The route.
+pub(crate) fn routes() -> Router {
+    Router::new().route("/hold", post(hold))
 }
 
-async fn hold(request: Request<Body>, is_copied: bool) -> (StatusCode, &'static str) {
+async fn hold(request: Request<Body>) -> (StatusCode, &'static str) {
     let asked = header(&request, HOLD_HEADER).map(Duration::from_millis);
     let length = header(&request, "content-length").and_then(|length| usize::try_from(length).ok());
     let copies = header(&request, COPIES_HEADER).unwrap_or(0);
@@ -184,10 +184,10 @@ async fn hold(request: Request<Body>, is_copied: bool) -> (StatusCode, &'static 
         // As a parser that grows its result over many polls.
         tokio::task::yield_now().await;
     }
-    let copy = if is_copied { text.clone() } else { Vec::new() };
+    let copy = text.clone();
     tokio::time::sleep(asked).await;
     // Read after the wait, so that both are held until here.
-    let whole = !is_copied || copy == text;
+    let whole = copy == text;
     drop((text, copy, more));
     if whole { (StatusCode::OK, "held\n") } else { (StatusCode::BAD_REQUEST, "not the same\n") }
 }

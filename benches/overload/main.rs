@@ -31,7 +31,6 @@ mod streams;
 mod upstream;
 
 use std::net::Ipv4Addr;
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -45,7 +44,6 @@ use axum::middleware::{Next, from_fn};
 use axum::response::IntoResponse as _;
 use clap::Parser;
 use common::figures::Figures;
-use common::process::free_port;
 use lowtide::config::Config;
 use lowtide::metrics::prometheus;
 use lowtide::service::MemoryLayer;
@@ -55,7 +53,7 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 
 use crate::app::FORWARD_COST;
-use crate::cell::{Cell, Runner};
+use crate::cell::{Cell, LIMIT, Runner, Service};
 use crate::offer::{Mix, Policy, Sending, held};
 
 lowtide::global_allocator!(balanced);
@@ -64,36 +62,18 @@ lowtide::global_allocator!(balanced);
 #[derive(Clone, Debug, Parser)]
 #[expect(clippy::struct_excessive_bools, reason = "arguments of a command")]
 struct Cli {
-    /// These policies: none, rss10, static80 (percent), envoy80 (percent), lowtide.
-    #[arg(long, value_delimiter = ',', default_value = "none,rss10,lowtide")]
-    policy: Vec<Policy>,
-    /// Load, times what fits; several in turn.
-    #[arg(long, value_delimiter = ',', default_value = "4")]
-    load: Vec<f64>,
-    /// Which sizes of bodies.
-    #[arg(long, default_value = "heavy")]
-    mix: Mix,
-    /// The factor by which estimates are multiplied, to make them wrong; 0 gives none.
-    #[arg(long, default_value_t = 1.0)]
-    estimate: f64,
     /// Of arrivals, sizes and holds, the same for each policy; of what `--survive` draws.
     #[arg(long, default_value_t = 7)]
     seed: u64,
     /// The time for which requests are offered: 10 s, with `--survive` and `--measured` 30 s.
     #[arg(long, value_parser = humantime::parse_duration)]
     lasts: Option<Duration>,
-    /// The limit of the service's memory cgroup.
-    #[arg(long, default_value = "256m")]
-    limit: ByteSize,
     /// The time that each body takes to send; it holds what has arrived for as much longer.
     #[arg(long, default_value = "0s", value_parser = humantime::parse_duration)]
     body: Duration,
-    /// A request holds its body once, and not twice. Use it with `--estimate 0.5`.
-    #[arg(long)]
-    one_copy: bool,
-    /// Envoy's program, for the policy envoy80.
-    #[arg(long, value_name = "FILE")]
-    envoy: Option<PathBuf>,
+    /// The fixed budget of bytes, in percent of the limit.
+    #[arg(long, default_value_t = 80)]
+    budget: u32,
     /// So many runs of lowtide, drawn by the seed over loads, estimates and mixes.
     #[arg(long, value_name = "RUNS")]
     survive: Option<u32>,
@@ -136,18 +116,14 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
     common::process::raise_descriptors()?;
     let usual = if cli.survive.is_some() || cli.measured { 30 } else { 10 };
     let base = Cell {
-        policy: Policy::None,
-        load: 0.0,
-        mix: cli.mix,
-        estimate: cli.estimate,
-        limit_bytes: cli.limit.get(),
+        policy: Policy::Lowtide,
+        load: 4.0,
+        mix: Mix::Heavy,
+        estimate: 1.0,
         lasts: cli.lasts.unwrap_or_else(|| Duration::from_secs(usual)),
         seed: cli.seed,
         sending: Sending { body: cli.body, ..Sending::default() },
-        one_copy: cli.one_copy,
-        envoy: cli.envoy.clone(),
-        waits_in_proxy: false,
-        serves_streams: false,
+        service: Service::Proxy,
     };
     let mut runner = Runner { base, figures: Figures::default(), lost: 0 };
     let held = if cli.burst {
@@ -161,7 +137,7 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
     } else if cli.measured {
         runner.measured()?
     } else {
-        runner.chosen(cli)?
+        runner.compare(cli.budget)?
     };
     Ok(runner.figures.print() && held && runner.lost == 0)
 }
@@ -175,27 +151,14 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
 /// The part of the limit at which a threshold on the resident set rejects, and its interval.
 const THRESHOLD: f64 = 0.85;
 const SAMPLED_EVERY: Duration = Duration::from_millis(10);
-/// The configuration of Envoy, which collects each body, holds it for as long as the request asks, and
-/// answers it, with its overload manager as the policy. A request holds its body once.
-const ENVOY: &str = include_str!("envoy.yaml");
 /// Open connections of the proxy at most.
 const CONNECTIONS: usize = 1024;
 
 /// Serves until standard input ends. Prints its address when requests are welcome.
 fn serve(settings: &str) -> Result<(), BoxError> {
     let settings: Cell = serde_json::from_str(settings)?;
-    if let Policy::Envoy(percent) = settings.policy {
-        let front = free_port()?;
-        let configuration = ENVOY
-            .replace("PORT", &front.port().to_string())
-            .replace("THRESHOLD", &(f64::from(percent) / 100.0).to_string());
-        let program = settings.envoy.ok_or("no --envoy")?;
-        let mut envoy = common::start_envoy(&program, &configuration, front)?;
-        println!("{front}");
-        return Err(format!("Envoy ended: {}", envoy.child.wait()?).into());
-    }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    if settings.serves_streams {
+    if settings.service == Service::Streams {
         return runtime.block_on(streams::serve());
     }
     let running = runtime.block_on(start(&settings))?;
@@ -207,11 +170,11 @@ fn serve(settings: &str) -> Result<(), BoxError> {
 /// The text service behind the policy, and the proxy before it.
 async fn start(settings: &Cell) -> Result<app::Running, BoxError> {
     let mut builder = Memory::builder().prometheus()?; // each policy has a recorder
-    if !settings.waits_in_proxy {
+    if settings.service == Service::Proxy {
         builder = builder.max_wait(Duration::ZERO);
     }
     let memory = (settings.policy == Policy::Lowtide).then(|| builder.start()).transpose()?;
-    let routes = admitted(load::routes(!settings.one_copy), settings, memory.as_ref())?;
+    let routes = admitted(load::routes(), settings, memory.as_ref())?;
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
     let back = listener.local_addr()?;
     // With the proxy's own bound on hyper's buffers, which no request books: else connections that
@@ -238,11 +201,11 @@ fn admitted(routes: Router, settings: &Cell, memory: Option<&Memory>) -> Result<
         Cost::host(held(body).scaled(wrong))
     };
     Ok(match settings.policy {
-        Policy::None | Policy::Envoy(_) => routes,
+        Policy::None => routes,
         Policy::Rss10 => below_threshold(routes)?,
         Policy::Static(percent) => {
             let part = f64::from(percent) / 100.0;
-            let admission = Admission::with_limit(settings.limit().scaled(part));
+            let admission = Admission::with_limit(LIMIT.scaled(part));
             // The proxy has no layer of its own then: its part is booked here as well.
             let whole = move |head: &Parts| estimate(head).and_host(FORWARD_COST);
             routes.layer(MemoryLayer::new(admission, whole))
@@ -250,7 +213,7 @@ fn admitted(routes: Router, settings: &Cell, memory: Option<&Memory>) -> Result<
         Policy::Lowtide => {
             let memory = memory.ok_or("lowtide without its memory")?;
             let layer = MemoryLayer::new(memory.admission().clone(), estimate);
-            if settings.waits_in_proxy {
+            if settings.service == Service::WaitingProxy {
                 routes.layer(layer.with_max_wait(Duration::ZERO))
             } else if wrong > 0.0 {
                 routes.layer(layer)

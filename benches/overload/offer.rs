@@ -7,8 +7,6 @@
 //!
 //! Invariant: at the rate that fits `mean + SIGMAS x deviation = ceiling x limit - base`.
 
-use std::fmt;
-use std::str::FromStr;
 use std::time::Duration;
 
 use lowtide::ByteSize;
@@ -35,9 +33,7 @@ pub(crate) const CEILING: f64 = 0.80;
 const SIGMAS: f64 = 3.0;
 
 /// Which sizes come.
-#[derive(
-    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum, Serialize, Deserialize,
-)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Mix {
     /// 64 KiB, 1 MiB, 8 MiB: half of the bytes are in one of twenty requests.
     Heavy,
@@ -50,11 +46,6 @@ pub(crate) enum Mix {
 impl Mix {
     /// All of them.
     pub(crate) const ALL: [Self; 3] = [Self::Heavy, Self::Small, Self::Large];
-
-    /// Its name in figures.
-    pub(crate) fn name(self) -> String {
-        format!("{self:?}").to_lowercase()
-    }
 
     /// The size of the bodies of each class.
     pub(crate) const fn sizes(self) -> [ByteSize; 3] {
@@ -145,10 +136,6 @@ pub(crate) struct Arrival {
 }
 
 impl Offer {
-    pub(crate) fn steady(mix: Mix, rate: f64, lasts: Duration, seed: u64) -> Self {
-        Self { mix, rate, lasts, seed, sending: Sending::default() }
-    }
-
     /// The requests.
     pub(crate) fn arrivals(&self) -> Vec<Arrival> {
         let mut chance = Chance(self.seed);
@@ -193,33 +180,6 @@ pub(crate) enum Policy {
     Rss10,
     /// A fixed budget of bytes, in percent of the limit.
     Static(u32),
-    /// Envoy, with a threshold on its heap in percent of the limit in `envoy.yaml`.
-    Envoy(u32),
     /// lowtide, with its defaults.
     Lowtide,
-}
-
-impl fmt::Display for Policy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Static(percent) => write!(f, "static{percent}"),
-            Self::Envoy(percent) => write!(f, "envoy{percent}"),
-            other => f.write_str(&format!("{other:?}").to_lowercase()),
-        }
-    }
-}
-
-impl FromStr for Policy {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        let of_percent =
-            (1..=100).flat_map(|percent| [Self::Static(percent), Self::Envoy(percent)]);
-        let mut all = [Self::None, Self::Rss10, Self::Lowtide].into_iter().chain(of_percent);
-        all.find(|policy| policy.to_string() == name).ok_or_else(|| {
-            format!(
-                "{name}: expected none, rss10, static80 (percent), envoy80 (percent) or lowtide"
-            )
-        })
-    }
 }

@@ -26,8 +26,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::sync::{mpsc, watch};
 
-use crate::cell::Cell;
-use crate::offer::Policy;
+use crate::cell::{Cell, Service};
 
 const STREAMS: usize = 400;
 const PROMPT: usize = 100_000;
@@ -102,7 +101,7 @@ async fn booked(State((memory, _)): State<Shared>) -> String {
 
 /// Opens the streams, lets them grow, and adds the figures. Returns `true` if the service survived.
 pub(crate) fn run(base: &Cell, figures: &mut Figures) -> Result<bool, BoxError> {
-    let cell = Cell { policy: Policy::Lowtide, serves_streams: true, ..base.clone() };
+    let cell = Cell { service: Service::Streams, ..base.clone() };
     let (service, to) = cell.start()?;
     let runtime = tokio::runtime::Runtime::new()?;
     runtime.block_on(clients(to, figures))?;

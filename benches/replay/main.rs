@@ -1,13 +1,10 @@
-//! Replay: what recorded allocations of model code need of the device, in our arena and in peers.
+//! Replay: what recorded allocations of model code need of the device.
 //!
 //! Each trace goes through an arena over the host driver, with idle memory given back at once and
-//! with the default decay, of whose time nothing passes; then through the peers. The figures are
-//! the most that each took from the device for the most that was live, and calls: they do not
-//! depend on the machine. Live counts what was asked for, before any rounding.
+//! with the default decay, of whose time nothing passes. The figures are the most that was taken
+//! from the device for the most that was live, and calls: they do not depend on the machine. Live counts what was asked for, before any rounding.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or a file is no trace.
-
-mod rivals;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -15,7 +12,6 @@ use std::sync::Arc;
 
 use clap::Parser;
 use common::figures::{Figures, count};
-use common::peers;
 use common::player::Player;
 use common::trace::{self, Trace};
 use lowtide_gpu::decay::DecayTime;
@@ -87,10 +83,6 @@ fn measure(trace: &Trace, is_own: bool, figures: &mut Figures) -> Result<f64, Bo
             (&name_of("committed_per_live"), most + 5e-4),
             (&name_of("driver_calls"), *calls),
         ]);
-    }
-    for need in rivals::needs(trace) {
-        let name = format!("peer.{}.{name}.committed_per_live", need.peer);
-        need.taken_peak.into_iter().for_each(|it| figures.add(&*name, per_live(it), "ratio"));
     }
     Ok(ratio)
 }

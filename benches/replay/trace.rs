@@ -43,8 +43,6 @@ pub struct Trace {
     pub blocks: usize,
     /// The most that is live at once: the sum of what was asked for.
     pub live_peak: u64,
-    /// The most blocks that are live at once.
-    pub blocks_peak: usize,
     /// The events before which a mark stands.
     pub marks: Vec<usize>,
 }
@@ -146,7 +144,6 @@ impl Reader {
         trace.blocks += 1;
         self.live_bytes += bytes;
         trace.live_peak = trace.live_peak.max(self.live_bytes);
-        trace.blocks_peak = trace.blocks_peak.max(self.live.len());
         trace.events.push(Event::Alloc { block, bytes });
         Ok(())
     }

@@ -7,8 +7,8 @@
 //! A peak may be 2 % or 512 KiB off: hyper reads up to some 400 KiB into one buffer.
 
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::collections::{BTreeMap, VecDeque};
 use std::convert::Infallible;
 use std::hint::black_box;
 use std::process::{Child, Stdio};
@@ -26,7 +26,6 @@ use common::http::client_of;
 use common::own;
 use futures_util::stream;
 use http::Request;
-use http::header::CONTENT_LENGTH;
 use http_body_util::{BodyExt as _, Full};
 use lowtide::admission::Cost;
 use lowtide::config::DeviceChoice;
@@ -36,7 +35,7 @@ use lowtide_core::sync::lock;
 use lowtide_heap::{Account, HeapProbe};
 use serde::{Deserialize, Serialize};
 use tokio::net::TcpListener;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::watch;
 
 /// Requests at once.
 const AT_ONCE: [usize; 2] = [1, 32];
@@ -79,7 +78,7 @@ pub(crate) async fn measure(figures: &mut Figures) -> Result<(), BoxError> {
                     }
                 };
                 let mut seen = seen(&memory, case, protocol, at_once).await?;
-                seen.held -= base + case.handed() as f64;
+                seen.held -= base;
                 let peak = peak_of(case).map(|peak| peak.max(seen.held));
                 println!(
                     "{}, HTTP/{protocol}, {at_once} at once: {peak:.0?}, {seen:.0?}",
@@ -141,7 +140,7 @@ async fn seen(
 
 async fn run(memory: &Memory, case: &Case, protocol: u8, at_once: usize) -> Result<Seen, BoxError> {
     let layer = MemoryLayer::new(memory.admission().clone(), Cost::ZERO);
-    let stage = Stage::new();
+    let stage = Arc::new(Stage::default());
     let service = routes(Arc::clone(&stage)).layer(layer.without_slow_start());
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let server = listener.local_addr()?;
@@ -157,20 +156,25 @@ async fn run(memory: &Memory, case: &Case, protocol: u8, at_once: usize) -> Resu
     };
     let mut clients = start(&order)?;
     let start = Instant::now();
-    while stage.waiting() < at_once {
+    while stage.waiting.load(Ordering::Acquire) < at_once {
         if start.elapsed() > PATIENCE {
-            return Err(format!("{}: {} of {at_once} arrived", case.name, stage.waiting()).into());
+            return Err(format!(
+                "{}: {} of {at_once} arrived",
+                case.name,
+                stage.waiting.load(Ordering::Acquire)
+            )
+            .into());
         }
         tokio::time::sleep(LOOK).await;
     }
     let held = (settled().await? - before) / at_once as f64;
-    let permits = stage.permits();
+    let permits = lock(&stage.permits).clone();
     let attributed = || {
         let all = permits.iter().filter_map(|permit| permit.memory());
         all.map(|memory| memory.live.get() as f64).sum::<f64>() / at_once as f64
     };
     let now = attributed();
-    stage.open();
+    stage.opened.send_replace(true);
     drop(clients.stdin.take());
     let status = tokio::task::spawn_blocking(move || clients.wait()).await??;
     if !status.success() {
@@ -260,43 +264,29 @@ pub(crate) async fn be_clients(order: Order) -> Result<(), BoxError> {
     Ok(())
 }
 
-/// Returns a body of about this length; JSON is records of five fields.
+/// Returns a body of about this length.
 fn body(upload: Upload) -> Bytes {
-    let Json(bytes) = upload else { return vec![b'x'; upload.bytes()].into() };
-    let mut text = String::from("[");
-    for id in 0_u32.. {
-        if text.len() >= bytes {
-            break;
-        }
-        let record = serde_json::json!({
-            "id": id,
-            "name": format!("customer {id}"),
-            "score": f64::from(id % 1000) / 8.0,
-            "tags": ["red", "blue"],
-            "active": id % 2 == 0,
-        });
-        text += if id > 0 { "," } else { "" };
-        text += &record.to_string();
+    match upload {
+        Json(bytes) => common::json(bytes),
+        _ => vec![b'x'; upload.bytes()].into(),
     }
-    text.push(']');
-    text.into()
 }
 
 // The cases: handlers, their bodies, and what their requests hold by construction.
 
 /// Bytes of a MiB.
-pub(crate) const MIB: usize = 1 << 20;
+const MIB: usize = 1 << 20;
 
 /// The body of a request.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(crate) enum Upload {
+enum Upload {
     Nothing,
     Letters(usize),
     Json(usize),
 }
 
 impl Upload {
-    pub(crate) const fn bytes(self) -> usize {
+    const fn bytes(self) -> usize {
         match self {
             Self::Nothing => 0,
             Self::Letters(bytes) | Self::Json(bytes) => bytes,
@@ -306,7 +296,7 @@ impl Upload {
 
 /// The bytes that a request holds at its peak.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Peak {
+enum Peak {
     Known(usize),
     /// Depends on the speed of the connection.
     Unknown,
@@ -316,12 +306,12 @@ pub(crate) enum Peak {
 
 /// Requests of one kind.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Case {
-    pub(crate) name: &'static str,
+struct Case {
+    name: &'static str,
     /// The path of its handler.
-    pub(crate) path: &'static str,
-    pub(crate) upload: Upload,
-    pub(crate) peak: Peak,
+    path: &'static str,
+    upload: Upload,
+    peak: Peak,
 }
 
 const fn case(name: &'static str, path: &'static str, upload: Upload, peak: Peak) -> Case {
@@ -332,46 +322,28 @@ use Peak::{Known, Parsed, Unknown};
 use Upload::{Json, Letters, Nothing};
 
 /// All cases.
-pub(crate) const CASES: [Case; 22] = [
-    case("collects 1 MiB", "collect", Letters(MIB), Known(2 * MIB)),
-    case("collects 5 MiB", "collect", Letters(5 * MIB), Known(10 * MIB)),
+const CASES: [Case; 9] = [
     case("collects 20 MiB", "collect", Letters(20 * MIB), Known(40 * MIB)),
-    case("reads 1 MiB into a prepared Vec", "prepared", Letters(MIB), Known(MIB)),
-    case("reads 20 MiB into a prepared Vec", "prepared", Letters(20 * MIB), Known(20 * MIB)),
     // A Vec doubles its capacity: 16 MiB while 32 are allocated.
     case("reads 20 MiB into a Vec that grows", "growing", Letters(20 * MIB), Known(48 * MIB)),
     case("keeps 5 MiB of frames", "frames", Letters(5 * MIB), Known(5 * MIB)),
     case("parses 5 MiB of JSON", "json", Json(5 * MIB), Parsed),
-    case("reads 20 MiB and drops them", "drain", Letters(20 * MIB), Known(0)),
-    case("answers with its body, 20 MiB", "pass", Letters(20 * MIB), Unknown),
-    case("pushes 20 MiB onto a Vec", "pushes", Nothing, Known(48 * MIB)),
     case("frees 20 MiB in the same poll", "transient", Nothing, Known(20 * MIB)),
-    case("frees 20 times 1 MiB in a poll", "churn", Nothing, Known(MIB)),
     case("spawn_blocking, scoped", "blocking", Nothing, Known(10 * MIB)),
     case("four tasks, scoped", "tasks", Nothing, Known(12 * MIB)),
-    case("gives 8 MiB to another task", "given", Nothing, Known(8 * MIB)),
-    case("takes 8 MiB from another task", "taken", Nothing, Known(8 * MIB)),
-    case("puts 4 MiB into a cache", "cached", Nothing, Known(4 * MIB)),
     // The clients read these answers late.
     case("answers 20 MiB", "answer", Nothing, Known(20 * MIB)),
-    case("answers 20 MiB of a constant", "answer_constant", Nothing, Known(0)),
     case("streams 20 MiB in pieces of 256 KiB", "stream", Nothing, Unknown),
-    case("streams 20 MiB in pieces of 4 KiB", "stream_small", Nothing, Unknown),
 ];
 
 impl Case {
     /// Returns `true` if its client reads the answer late.
-    pub(crate) fn reads_late(&self) -> bool {
+    fn reads_late(&self) -> bool {
         self.path.starts_with("answer") || self.path.starts_with("stream")
     }
 
-    /// The bytes that it hands to others.
-    pub(crate) fn handed(&self) -> usize {
-        if self.path == "given" { 8 * MIB } else { 0 }
-    }
-
     /// The case without memory of the handler: it reads the body and drops it, if there is one.
-    pub(crate) fn baseline(mut self) -> Self {
+    fn baseline(mut self) -> Self {
         self.path = if self.upload.bytes() > 0 { "drain" } else { "hello" };
         self
     }
@@ -382,9 +354,8 @@ impl Case {
 /// The pieces of a streamed answer.
 const PIECE: usize = 256 << 10;
 
-type Block = Vec<u8>;
-
 /// What the handler and the measuring task share.
+#[derive(Default)]
 struct Stage {
     /// Requests that wait.
     waiting: AtomicUsize,
@@ -392,53 +363,9 @@ struct Stage {
     opened: watch::Sender<bool>,
     /// The permits of all requests.
     permits: Mutex<Vec<RequestPermit>>,
-    /// What others hold.
-    given: mpsc::UnboundedSender<Block>,
-    cache: Mutex<VecDeque<Block>>,
-    /// Another task allocates a block and sends it.
-    producer: mpsc::UnboundedSender<oneshot::Sender<Block>>,
-    constant: Bytes,
 }
 
 impl Stage {
-    /// Returns a stage, and the tasks that take memory from requests and give it to them.
-    pub(crate) fn new() -> Arc<Self> {
-        let (given, mut taken) = mpsc::unbounded_channel();
-        let (producer, mut wanted) = mpsc::unbounded_channel::<oneshot::Sender<Block>>();
-        tokio::spawn(async move {
-            let mut held = Vec::new();
-            while let Some(block) = taken.recv().await {
-                held.push(block);
-            }
-        });
-        tokio::spawn(async move {
-            while let Some(to) = wanted.recv().await {
-                let _ = to.send(filled(8 * MIB));
-            }
-        });
-        Arc::new(Self {
-            waiting: AtomicUsize::new(0),
-            opened: watch::Sender::new(false),
-            permits: Mutex::default(),
-            given,
-            cache: Mutex::default(),
-            producer,
-            constant: Bytes::from(filled(20 * MIB)),
-        })
-    }
-
-    pub(crate) fn waiting(&self) -> usize {
-        self.waiting.load(Ordering::Acquire)
-    }
-
-    pub(crate) fn open(&self) {
-        self.opened.send_replace(true);
-    }
-
-    pub(crate) fn permits(&self) -> Vec<RequestPermit> {
-        lock(&self.permits).clone()
-    }
-
     /// Notes that a request holds most now.
     fn arrive(&self) {
         lock(&self.permits).extend(RequestPermit::current());
@@ -451,7 +378,7 @@ impl Stage {
     }
 }
 
-fn filled(bytes: usize) -> Block {
+fn filled(bytes: usize) -> Vec<u8> {
     black_box(vec![7; bytes])
 }
 
@@ -469,38 +396,33 @@ async fn handle(
     Path(name): Path<String>,
     request: Request<Body>,
 ) -> Response {
-    let length =
-        request.headers().get(CONTENT_LENGTH).and_then(|text| text.to_str().ok()?.parse().ok());
-    let body = request.into_body();
     match &*name {
-        "pass" => return pass(stage, body),
         "answer" => {
             let whole = Bytes::from(filled(20 * MIB));
             stage.arrive();
             return whole.into_response();
         }
-        "answer_constant" => {
+        "stream" => {
             stage.arrive();
-            return stage.constant.clone().into_response();
+            let piece = |_| Ok::<_, Infallible>(Bytes::from(filled(PIECE)));
+            return Body::from_stream(stream::iter((0..20 * MIB / PIECE).map(piece)))
+                .into_response();
         }
-        "stream" => return stream_of(&stage, PIECE),
-        "stream_small" => return stream_of(&stage, 4 << 10),
         _ => {}
     }
-    let held = held(&stage, &name, body, length.unwrap_or(0)).await;
+    let held = held(&name, request.into_body()).await;
     stage.wait().await;
     drop(black_box(held));
     Response::default()
 }
 
 /// Does a handler's work, and returns what it holds.
-async fn held(stage: &Stage, name: &str, mut body: Body, length: usize) -> Box<dyn Any + Send> {
-    let permit = RequestPermit::current();
+async fn held(name: &str, mut body: Body) -> Box<dyn Any + Send> {
     match name {
         "drain" => while next(&mut body).await.is_some() {},
         "collect" => return Box::new(body.collect().await.map(|body| body.to_bytes())),
-        "prepared" | "growing" => {
-            let mut whole = Vec::with_capacity(if name == "prepared" { length } else { 0 });
+        "growing" => {
+            let mut whole = Vec::new();
             while let Some(frame) = next(&mut body).await {
                 whole.extend_from_slice(&frame);
             }
@@ -517,13 +439,7 @@ async fn held(stage: &Stage, name: &str, mut body: Body, length: usize) -> Box<d
             let whole = body.collect().await.map(|body| body.to_bytes()).unwrap_or_default();
             return Box::new(serde_json::from_slice::<serde_json::Value>(&whole));
         }
-        "pushes" => {
-            let mut bytes = Vec::new();
-            (0..20 * MIB).for_each(|_| bytes.push(7_u8));
-            return Box::new(bytes);
-        }
         "transient" => drop(filled(20 * MIB)),
-        "churn" => (0..20).for_each(|_| drop(filled(MIB))),
         "blocking" => {
             let block = || {
                 drop(filled(6 * MIB));
@@ -544,39 +460,7 @@ async fn held(stage: &Stage, name: &str, mut body: Body, length: usize) -> Box<d
                 std::array::from_fn(|_| tokio::spawn(scope(part(Arc::clone(&all)))));
             return Box::new(futures_util::future::join_all(parts).await);
         }
-        "given" => {
-            let _ = stage.given.send(filled(8 * MIB));
-            permit.inspect(|permit| permit.release(ByteSize::of(8 * MIB)));
-        }
-        "taken" => {
-            let (to, from) = oneshot::channel();
-            let _ = stage.producer.send(to);
-            let block = from.await;
-            permit.inspect(|permit| permit.adopt(ByteSize::of(8 * MIB)));
-            return Box::new(block);
-        }
-        "cached" => lock(&stage.cache).push_back(filled(4 * MIB)),
         _ => {}
     }
     Box::new(())
-}
-
-/// Waits when the body has passed: before its end.
-fn pass(stage: Arc<Stage>, body: Body) -> Response {
-    let pieces = stream::unfold((body, Some(stage)), |(mut body, mut stage)| async {
-        match next(&mut body).await {
-            Some(frame) => Some((Ok::<_, Infallible>(frame), (body, stage))),
-            None => {
-                stage.take()?.wait().await;
-                Some((Ok(Bytes::new()), (body, None)))
-            }
-        }
-    });
-    Body::from_stream(pieces).into_response()
-}
-
-fn stream_of(stage: &Stage, piece: usize) -> Response {
-    stage.arrive();
-    let piece = move |_| Ok::<_, Infallible>(Bytes::from(filled(piece)));
-    Body::from_stream(stream::iter((0..20 * MIB / PIECE).map(piece))).into_response()
 }

@@ -10,9 +10,6 @@
 #![expect(clippy::cast_precision_loss, reason = "figures of a bench are far below 2^52")]
 
 mod accuracy;
-#[path = "../index/chance.rs"]
-#[allow(dead_code, reason = "another bench draws sizes too")]
-mod chance;
 
 use std::hint::black_box;
 use std::process::ExitCode;
@@ -36,7 +33,7 @@ use lowtide_admission::learning::{Kind, Needs, Room};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tower::Service as _;
 
-use crate::chance::Chance;
+use common::chance::Chance;
 
 lowtide::global_allocator!(balanced);
 

@@ -26,7 +26,7 @@ use lowtide_core::sync::lock;
 use tokio::time::{Instant, sleep};
 use tower::{Layer as _, Service as _, ServiceExt as _};
 
-use crate::zipf::Chance;
+use common::chance::Chance;
 
 /// The limit of the service.
 const LIMIT: ByteSize = ByteSize::mib(256);

@@ -13,7 +13,9 @@
 mod cache;
 mod hostage;
 mod leak;
+#[path = "../../crates/admission/tests/admission/waiting/schedules.rs"]
 mod schedules;
+#[path = "../../crates/admission/tests/admission/managed/zipf.rs"]
 mod zipf;
 
 use std::net::SocketAddr;

@@ -6,9 +6,6 @@
 //! Exit codes: 0 all held; 1 one failed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
-#[path = "../index/chance.rs"]
-#[allow(dead_code, reason = "others use more of it")]
-mod chance;
 #[path = "../../crates/gpu/tests/gpu/schedules/harness/mod.rs"]
 #[allow(dead_code, reason = "the tests use more of it")]
 mod harness;
@@ -18,6 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use clap::Parser;
+use common::chance; // for the harness
 use common::figures::{Figures, count};
 use lowtide::clock::{Clock as _, SystemClock};
 

@@ -2,14 +2,10 @@
 //!
 //! Recorded allocations with pauses between the requests, over the host driver and a clock that the
 //! bench moves; what scattered live blocks keep committed, before and after their neighbours are
-//! moved together; what streams cost, and what sleep and wake; and whether a refusal is ever false.
+//! moved together; and whether a refusal is ever false.
 //! What is counted is bytes, calls and virtual time, which do not depend on the machine.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or a run failed.
-
-#[path = "../index/chance.rs"]
-#[allow(dead_code, reason = "others use more of it")]
-mod chance;
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -18,21 +14,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Parser;
+use common::chance::Chance;
 use common::figures::{Figures, count};
 use common::player::Player;
 use common::sim::Bed;
 use common::trace::{self, Trace};
 use lowtide::{BoxError, ByteSize};
-use lowtide_cuda_sim::{Pattern, SimOptions};
+use lowtide_cuda_sim::SimOptions;
 use lowtide_gpu::clock::{Clock, ManualClock, Moment};
 use lowtide_gpu::decay::DecayTime;
-use lowtide_gpu::driver::Driver as _;
 use lowtide_gpu::{
     ArenaConfig, Bound, Buffer, CompactOptions, DeviceArena, DeviceError, Growth, HostDriver,
-    Region, SleepOptions,
+    Region,
 };
-
-use crate::chance::Chance;
 
 /// Of chance.
 const SEEDS: [u64; 3] = [42, 7, 1234];
@@ -47,8 +41,6 @@ fn main() -> ExitCode {
         let traces = trace::own().map(|file| Trace::open(&file));
         let traces = traces.into_iter().collect::<Result<Vec<_>, _>>()?;
         pauses(&traces, &mut figures)?;
-        fresh(&mut figures)?;
-        sleep(&mut figures)?;
         refusals(&mut figures)?;
         scattered(&mut figures)?;
         Ok(figures.print())
@@ -61,56 +53,38 @@ fn main() -> ExitCode {
 // No block is viewed, so that nothing is touched but what compaction copies. Each figure is the
 // worst of the seeds.
 
-/// Blocks of which nine in ten are freed; and blocks that sleep.
+/// Blocks of which nine in ten are freed.
 const BLOCKS: usize = 10_000;
 /// The size of small blocks.
 const SMALL: u64 = 64 << 10;
-/// Owners that allocate by turns, of whom one stays: 1 of 4, as where an idle instance kept 8.9 GiB
-/// for 2.2 GiB of live blocks.
-const OWNERS: usize = 4;
-const OWNED: usize = 4_500;
 
 /// Measures what scattered blocks keep.
 fn scattered(figures: &mut Figures) -> Result<(), BoxError> {
-    // The name of a figure, its goal, and the worst value.
-    let mut all: Vec<(&str, f64, f64)> = Vec::new();
-    let mut note = |name, goal, arena: &DeviceArena| {
-        let glance = arena.glance();
-        let value = glance.committed.as_f64() / glance.live.as_f64();
-        match all.iter_mut().find(|(other, ..)| *other == name) {
-            Some((.., worst)) => *worst = worst.max(value),
-            None => all.push((name, goal, value)),
+    let mut add = |name, goal, is_compacted, size: &dyn Fn(&mut Chance) -> u64| {
+        let mut worst = 0.0_f64;
+        for seed in SEEDS {
+            let (arena, _live) = one_in_ten(seed, size)?;
+            if is_compacted {
+                compact(&arena)?;
+            }
+            let glance = arena.glance();
+            worst = worst.max(glance.committed.as_f64() / glance.live.as_f64());
         }
+        figures.at_most(name, worst, "ratio", goal);
+        Ok::<_, BoxError>(())
     };
-    for seed in SEEDS {
-        let (arena, _live) = one_in_ten(seed, Chance::size)?;
-        note("purge.random90.committed_per_live", 1.25, &arena);
-        let (arena, _live) = one_in_ten(seed, |_| SMALL)?;
-        compact(&arena)?;
-        note("compact.random90_64k.committed_per_live", 1.3, &arena);
-        let (arena, _live) = one_owner(seed, Region::Stable)?;
-        note("purge.scattered.stable_region.committed_per_live", f64::INFINITY, &arena);
-        let (arena, _live) = one_owner(seed, Region::Dynamic)?;
-        note("purge.scattered.committed_per_live", f64::INFINITY, &arena);
-        compact(&arena)?;
-        note("compact.scattered.committed_per_live", f64::INFINITY, &arena);
-    }
-    all.into_iter().for_each(|(name, goal, worst)| figures.at_most(name, worst, "ratio", goal));
-    Ok(())
+    add("purge.random90.committed_per_live", 1.25, false, &Chance::size)?;
+    add("compact.random90_64k.committed_per_live", 1.3, true, &|_| SMALL)
 }
 
-/// An arena, and the blocks that are live in it.
-type Filled = (DeviceArena, Vec<Buffer<u8>>);
-
-fn open() -> Result<DeviceArena, DeviceError> {
-    let clock = Arc::new(ManualClock::new());
-    DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("scattered"))
-}
-
-/// All but one block in ten are freed, by chance.
-fn one_in_ten(seed: u64, size: impl Fn(&mut Chance) -> u64) -> Result<Filled, BoxError> {
-    let (arena, mut chance) = (open()?, Chance::new(seed));
-    let mut blocks = Vec::with_capacity(BLOCKS);
+/// Returns an arena in which all but one block in ten were freed, by chance, and those left.
+fn one_in_ten(
+    seed: u64,
+    size: &dyn Fn(&mut Chance) -> u64,
+) -> Result<(DeviceArena, Vec<Buffer<u8>>), BoxError> {
+    let (driver, clock) = (Arc::new(HostDriver::new()), Arc::new(ManualClock::new()));
+    let arena = DeviceArena::open(driver, clock, ArenaConfig::new("scattered"))?;
+    let (mut chance, mut blocks) = (Chance::new(seed), Vec::with_capacity(BLOCKS));
     for _ in 0..BLOCKS {
         blocks.push(arena.alloc(usize::try_from(size(&mut chance))?, Region::Dynamic)?);
     }
@@ -119,22 +93,6 @@ fn one_in_ten(seed: u64, size: impl Fn(&mut Chance) -> u64) -> Result<Filled, Bo
     }
     arena.purge()?;
     Ok((arena, blocks))
-}
-
-/// Several owners fill granules by turns of chance; then all but one free what they have.
-fn one_owner(seed: u64, stays_in: Region) -> Result<Filled, BoxError> {
-    let (arena, mut chance) = (open()?, Chance::new(seed));
-    let (mut stays, mut goes) = (Vec::new(), Vec::new());
-    while stays.len() < OWNED {
-        let (region, blocks) = match chance.below(OWNERS) {
-            0 => (stays_in, &mut stays),
-            _ => (Region::Dynamic, &mut goes),
-        };
-        blocks.push(arena.alloc::<u8>(usize::try_from(SMALL)?, region)?);
-    }
-    drop(goes);
-    arena.purge()?;
-    Ok((arena, stays))
 }
 
 /// Compacts by 64 MiB at a time until nothing is to be gained, 1,000 times at most; then purges.
@@ -218,59 +176,6 @@ fn is_false(arena: &DeviceArena, region: Region, error: &DeviceError) -> Result<
     let needed = requested.next_multiple_of(GRANULE).ok_or("a size beyond all numbers")?;
     let largest = arena.snapshot().regions[region.number()].largest_free;
     Ok(active.saturating_add(needed) <= limit || largest >= requested)
-}
-
-// Lanes, sleep and wake over the simulation of CUDA's driver. Work is never done by itself: who
-// needs memory that a stream may still work on gets it in the order of the device or not at all.
-
-/// Requests, each on a stream of its own.
-const REQUESTS: u64 = 1_000;
-
-/// A stream for each request, which is destroyed while its work is queued.
-fn fresh(figures: &mut Figures) -> Result<(), BoxError> {
-    let config = ArenaConfig { limit: ByteSize::gib(16), ..ArenaConfig::new("streams") };
-    let bed = Bed::open(SimOptions::default(), config)?;
-    for request in 0..REQUESTS {
-        let stream = bed.sim.stream_create()?;
-        let lane = bed.lane(stream)?;
-        let buffer = lane.alloc::<u8>(1 << 30, Region::Dynamic)?;
-        let lease = lane.enter()?;
-        if let Some(at) = buffer.address(&lease)? {
-            bed.sim.fill(stream, at, ByteSize::mib(2), Pattern::new(request))?;
-        }
-        drop((lease, buffer, lane));
-        bed.sim.stream_destroy(stream)?;
-    }
-    bed.arena.close()?;
-    figures.at_most("streams.unsafe_unmaps", count(bed.sim.unsafe_unmaps()), "unmaps", 0.0);
-    Ok(())
-}
-
-/// Bytes of all together.
-const TOTAL: usize = 10 << 30;
-
-/// Measures sleep and wake, all contents kept: each handle is unmapped and released, created,
-/// mapped and made accessible again, and its bytes are copied out and back. Blocks have half to one
-/// and a half times their mean size.
-fn sleep(figures: &mut Figures) -> Result<(), BoxError> {
-    let bed = Bed::open(SimOptions::default(), ArenaConfig::new("sleep"))?;
-    let (mut chance, mean) = (Chance::new(42), TOTAL / BLOCKS);
-    let mut held = Vec::with_capacity(BLOCKS);
-    for nth in 0..BLOCKS {
-        let size = mean / 2 + chance.below(mean);
-        held.push(bed.arena.alloc::<u8>(size, Region::ALL[nth % 2])?);
-    }
-    let (handles, before) = (bed.sim.leaks().handles, bed.sim.calls_total());
-    let options = SleepOptions { drain: Duration::ZERO, ..SleepOptions::default() };
-    let (slept, woken) = (bed.arena.sleep(options)?, bed.arena.wake()?);
-    let calls = bed.sim.calls_total() - before;
-    if slept.copied != woken.copied || bed.arena.snapshot().asleep != ByteSize::ZERO {
-        return Err(format!("{slept:?}, but {woken:?}").into());
-    }
-    bed.sim.assert_no_faults();
-    let per_handle = count(calls) / count(handles as u64);
-    figures.at_most("sleep.driver_calls_per_handle", per_handle, "calls", 1.2);
-    Ok(())
 }
 
 // Recorded allocations with pauses between the requests: what is retained over time, and the

@@ -12,7 +12,6 @@ mod app;
 mod chance;
 #[path = "../../examples/proxy/cli.rs"]
 mod cli;
-#[path = "../../benches/gpu/device_schedules.rs"]
 mod device_schedules;
 #[path = "../../examples/proxy/embed.rs"]
 mod embed;

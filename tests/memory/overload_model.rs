@@ -7,16 +7,20 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 
-use crate::offer::{BASE, CEILING, CLASSES, HOLD, Mix, Offer, Policy, taken};
+use crate::offer::{BASE, CEILING, CLASSES, HOLD, Mix, Offer, Sending, taken};
 
 const LIMIT: ByteSize = ByteSize::mib(256);
+
+fn offer(mix: Mix, rate: f64, lasts: Duration, seed: u64) -> Offer {
+    Offer { mix, rate, lasts, seed, sending: Sending::default() }
+}
 
 /// The part of the time for which what all requests take is above the ceiling.
 fn above_ceiling(mix: Mix, load: f64) -> f64 {
     let lasts = Duration::from_secs(2000);
     let room = LIMIT.scaled(CEILING).saturating_sub(BASE);
     let mut steps = Vec::new();
-    for arrival in Offer::steady(mix, load * mix.fits(LIMIT), lasts, 3).arrivals() {
+    for arrival in offer(mix, load * mix.fits(LIMIT), lasts, 3).arrivals() {
         steps.push((arrival.at, true, taken(arrival.size)));
         steps.push((arrival.at + arrival.hold, false, taken(arrival.size)));
     }
@@ -38,14 +42,14 @@ fn what_fits_is_some_35_heavy_requests_a_second_and_hardly_ever_too_much() {
     assert!((30.0..40.0).contains(&rate), "{rate}");
     for mix in Mix::ALL {
         let (fits, twice) = (above_ceiling(mix, 1.0), above_ceiling(mix, 2.0));
-        assert!(fits < 0.01, "{}: above for {fits} of the time at 1x", mix.name());
-        assert!(twice > 0.05, "{}: above for {twice} of the time at 2x", mix.name());
+        assert!(fits < 0.01, "{mix:?}: above for {fits} of the time at 1x");
+        assert!(twice > 0.05, "{mix:?}: above for {twice} of the time at 2x");
     }
 }
 
 #[test]
 fn the_same_offer_gives_the_same_requests_at_its_rate() {
-    let offer = Offer::steady(Mix::Small, 200.0, Duration::from_secs(20), 11);
+    let offer = offer(Mix::Small, 200.0, Duration::from_secs(20), 11);
     let (one, other) = (offer.arrivals(), offer.arrivals());
     assert_eq!(format!("{one:?}"), format!("{other:?}"));
     assert!(one.windows(2).all(|pair| pair[0].at <= pair[1].at));
@@ -54,16 +58,4 @@ fn the_same_offer_gives_the_same_requests_at_its_rate() {
     assert!((3684..=4316).contains(&one.len()), "{}", one.len());
     let classes: BTreeSet<usize> = one.iter().map(|arrival| arrival.class).collect();
     assert_eq!(classes.len(), CLASSES.len());
-}
-
-#[test]
-fn policies_are_named_as_they_are_read() {
-    for name in ["none", "rss10", "static80", "envoy30", "lowtide"] {
-        let policy: Policy = name.parse().expect("a name of ours");
-        assert_eq!(policy.to_string(), name);
-    }
-    for name in ["", "conc48", "static", "static0", "static101", "Lowtide"] {
-        let refused = name.parse::<Policy>().expect_err("no policy");
-        assert!(refused.starts_with(name) && refused.contains("expected"), "{refused}");
-    }
 }

@@ -8,9 +8,9 @@
 #![expect(clippy::disallowed_methods, reason = "it idles in real time")]
 
 #[path = "../../common/figures.rs"]
-#[allow(dead_code, unreachable_pub, reason = "other benches use more of it")]
-mod figures;
-pub mod process;
+#[allow(missing_docs, reason = "for the benches alone")]
+pub mod figures;
+mod process;
 
 use std::io::{BufRead as _, Write as _, stdin, stdout};
 use std::path::PathBuf;
@@ -21,7 +21,7 @@ use lowtide_ort::ort;
 use lowtide_ort::ort::session::Session;
 
 use crate::figures::{Figures, count, quantile};
-use crate::process::{AnonymousPeak, Batch, Proc};
+use crate::process::{AnonymousPeak, Batch, anonymous_mib, peak_mib, reset_peak, used};
 
 /// Any error ends the program.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
@@ -160,19 +160,18 @@ fn obey(service: &mut dyn Service) -> Result<(), BoxError> {
 
 /// Runs a cycle. The peaks but one are of the resident set, files included.
 fn cycle(service: &mut dyn Service, seed: u64) -> Result<Vec<Figure>, BoxError> {
-    let own = Proc::own();
-    let base = own.anonymous_mib()?;
-    own.reset_peak()?;
+    let base = anonymous_mib()?;
+    reset_peak()?;
     service.load()?;
-    let (loaded, load_peak) = (own.anonymous_mib()?, own.peak_mib()?);
-    own.reset_peak()?;
+    let (loaded, load_peak) = (anonymous_mib()?, peak_mib()?);
+    reset_peak()?;
     let burst = burst(service, seed, true)?;
-    let resident_peak = own.peak_mib()?;
+    let resident_peak = peak_mib()?;
     sleep(IDLE);
-    let idle = own.anonymous_mib()?;
+    let idle = anonymous_mib()?;
     service.unload()?;
     sleep(UNLOADED);
-    let unloaded = own.anonymous_mib()?;
+    let unloaded = anonymous_mib()?;
     Ok(vec![
         ("base_mib", base, "MiB"),
         ("load_peak_mib", load_peak, "MiB"),
@@ -206,7 +205,7 @@ fn burst(service: &mut dyn Service, seed: u64, is_watched: bool) -> Result<Burst
     let batches: Vec<_> = process::batches(seed).collect();
     let mut milliseconds = Vec::with_capacity(batches.len());
     let peak = AnonymousPeak::default();
-    let before = Proc::own().used()?;
+    let before = used()?;
     std::thread::scope(|scope| {
         if is_watched {
             peak.start(scope);
@@ -220,7 +219,7 @@ fn burst(service: &mut dyn Service, seed: u64, is_watched: bool) -> Result<Burst
         peak.end();
         requests
     })?;
-    let after = Proc::own().used()?;
+    let after = used()?;
     Ok(Burst {
         peak: peak.end(),
         faults: after.faults - before.faults,
@@ -243,12 +242,4 @@ fn infer(session: &mut Session, batch: &Batch) -> Result<(), BoxError> {
         return Err("the model answers with a value that is not finite".into());
     }
     Ok(())
-}
-
-/// Answers one request of one row of 16 tokens, with these words.
-///
-/// # Errors
-/// ONNX Runtime's.
-pub fn answer(session: &mut Session, seed: u64) -> Result<(), BoxError> {
-    infer(session, &process::batch(seed))
 }

@@ -10,12 +10,7 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use engines::BoxError;
-
-#[path = "../../common/figures.rs"]
-#[allow(dead_code, unreachable_pub, reason = "other benches use more of it")]
-mod figures;
-
-use crate::figures::{count, median, quantile};
+use engines::figures::{count, median, quantile};
 
 /// Pairs that are not counted.
 const WARM_UP: u64 = 3;

@@ -1,7 +1,7 @@
 //! The kernel's figures for a process, and the requests of a burst.
 
-#[path = "../../index/chance.rs"]
-#[allow(dead_code, reason = "another bench draws sizes too")]
+#[path = "../../../crates/admission/tests/admission/sim/chance.rs"]
+#[allow(dead_code, reason = "others use more of it")]
 mod chance;
 
 use std::fs;
@@ -17,67 +17,48 @@ const LOOK: Duration = Duration::from_millis(1);
 /// Clock ticks per second in `/proc/PID/stat`, on every Linux.
 const TICKS: f64 = 100.0;
 
-/// A process, by the name of its folder in `/proc`.
-#[derive(Debug)]
-pub struct Proc(pub(crate) String);
-
-/// What a process used so far.
+/// What this process used so far.
 #[derive(Clone, Copy, Debug)]
-pub struct Used {
+pub(crate) struct Used {
     /// Page faults without a read of a file.
-    pub faults: f64,
+    pub(crate) faults: f64,
     /// Seconds of CPU time of all threads, those that ended too, to a hundredth.
-    pub cpu_seconds: f64,
+    pub(crate) cpu_seconds: f64,
 }
 
-impl Proc {
-    /// This process.
-    #[must_use]
-    pub fn own() -> Self {
-        Self("self".to_owned())
-    }
+/// Anonymous memory, in MiB.
+pub(crate) fn anonymous_mib() -> Result<f64, BoxError> {
+    mib("smaps_rollup", "Anonymous:")
+}
 
-    /// Anonymous memory, in MiB.
-    ///
-    /// # Errors
-    /// The kernel's file cannot be read.
-    pub fn anonymous_mib(&self) -> Result<f64, BoxError> {
-        self.mib("smaps_rollup", "Anonymous:")
-    }
+/// The largest resident set since [`reset_peak`], in MiB.
+pub(crate) fn peak_mib() -> Result<f64, BoxError> {
+    mib("status", "VmHWM:")
+}
 
-    /// The largest resident set since [`reset_peak`](Self::reset_peak), in MiB.
-    pub(crate) fn peak_mib(&self) -> Result<f64, BoxError> {
-        self.mib("status", "VmHWM:")
-    }
+/// Makes the present resident set the peak.
+pub(crate) fn reset_peak() -> Result<(), BoxError> {
+    Ok(fs::write("/proc/self/clear_refs", "5")?)
+}
 
-    /// Makes the present resident set the peak.
-    pub(crate) fn reset_peak(&self) -> Result<(), BoxError> {
-        Ok(fs::write(self.file("clear_refs"), "5")?)
-    }
+/// Reads what the process used so far.
+pub(crate) fn used() -> Result<Used, BoxError> {
+    let stat = fs::read_to_string("/proc/self/stat")?;
+    // The name of the program, in parentheses, may hold spaces.
+    let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
+    let fields: Vec<_> = fields.split_whitespace().collect();
+    let field = |number: usize| -> Result<f64, BoxError> {
+        Ok(fields.get(number).ok_or("/proc/self/stat is too short")?.parse()?)
+    };
+    Ok(Used { faults: field(7)?, cpu_seconds: (field(11)? + field(12)?) / TICKS })
+}
 
-    /// Reads what the process used so far.
-    pub(crate) fn used(&self) -> Result<Used, BoxError> {
-        let stat = fs::read_to_string(self.file("stat"))?;
-        // The name of the program, in parentheses, may hold spaces.
-        let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
-        let fields: Vec<_> = fields.split_whitespace().collect();
-        let field = |number: usize| -> Result<f64, BoxError> {
-            Ok(fields.get(number).ok_or("/proc/PID/stat is too short")?.parse()?)
-        };
-        Ok(Used { faults: field(7)?, cpu_seconds: (field(11)? + field(12)?) / TICKS })
-    }
-
-    fn mib(&self, file: &str, field: &str) -> Result<f64, BoxError> {
-        let text = fs::read_to_string(self.file(file))?;
-        let line = text.lines().find_map(|line| line.strip_prefix(field));
-        let kib = line.and_then(|line| line.trim().strip_suffix("kB"));
-        let kib: f64 = kib.ok_or_else(|| format!("{file} has no {field}"))?.trim().parse()?;
-        Ok(kib / 1024.0)
-    }
-
-    fn file(&self, name: &str) -> String {
-        format!("/proc/{}/{name}", self.0)
-    }
+fn mib(file: &str, field: &str) -> Result<f64, BoxError> {
+    let text = fs::read_to_string(format!("/proc/self/{file}"))?;
+    let line = text.lines().find_map(|line| line.strip_prefix(field));
+    let kib = line.and_then(|line| line.trim().strip_suffix("kB"));
+    let kib: f64 = kib.ok_or_else(|| format!("{file} has no {field}"))?.trim().parse()?;
+    Ok(kib / 1024.0)
 }
 
 /// The largest anonymous memory that a thread sees, which looks every millisecond.
@@ -92,7 +73,7 @@ impl AnonymousPeak {
     pub(crate) fn start<'s>(&'s self, scope: &'s Scope<'s, '_>) {
         scope.spawn(|| {
             while !self.ended.load(Ordering::SeqCst) {
-                let mib = Proc::own().mib("status", "RssAnon:").unwrap_or(0.0);
+                let mib = mib("status", "RssAnon:").unwrap_or(0.0);
                 // Positive numbers are ordered as their bits are.
                 self.mib.fetch_max(mib.to_bits(), Ordering::SeqCst);
                 sleep(LOOK);
@@ -154,14 +135,6 @@ pub(crate) fn batches(seed: u64) -> impl Iterator<Item = Batch> {
         let ids = words(&mut random, rows * length);
         Batch { rows, length, ids, mask: vec![1; rows * length], types: vec![0; rows * length] }
     })
-}
-
-/// A request of one short row.
-pub(crate) fn batch(seed: u64) -> Batch {
-    const LENGTH: usize = 16;
-    let mut random = Chance::new(seed);
-    let ids = words(&mut random, LENGTH);
-    Batch { rows: 1, length: LENGTH, ids, mask: vec![1; LENGTH], types: vec![0; LENGTH] }
 }
 
 fn words(random: &mut Chance, count: usize) -> Vec<i64> {

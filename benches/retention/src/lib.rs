@@ -25,7 +25,7 @@
 #![expect(unsafe_code, reason = "a block is copied with the bytes that were not written")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
-#[path = "../../index/chance.rs"]
+#[path = "../../../crates/admission/tests/admission/sim/chance.rs"]
 #[allow(dead_code, reason = "another bench draws other sizes")]
 mod chance;
 
@@ -37,6 +37,7 @@ use std::sync::{Barrier, mpsc};
 use std::time::Instant;
 
 use clap::Parser;
+use hdrhistogram::Histogram;
 use lowtide::BoxError;
 
 use crate::chance::Chance;
@@ -159,7 +160,7 @@ pub fn run(cli: &Cli, allocator: &dyn Allocator) -> Result<(), BoxError> {
             let (tell, end) = (tell.clone(), &end);
             scope.spawn(move || {
                 let mut chance = Chance::new(42 + thread as u64);
-                let rest = |live: usize, latency: Histogram| {
+                let rest = |live: usize, latency: Histogram<u32>| {
                     allocator.rest();
                     let _ = tell.send((live, latency));
                     end.wait();
@@ -177,15 +178,15 @@ pub fn run(cli: &Cli, allocator: &dyn Allocator) -> Result<(), BoxError> {
                 }
             });
         }
-        let (mut live, mut latency) = (0, Histogram::default());
+        let (mut live, mut latency) = (0, histogram());
         for (of_thread, latencies) in told.iter().take(cli.threads) {
             live += of_thread;
-            latency.merge(&latencies);
+            let _ = latency.add(latencies);
         }
         drop(traffic);
         allocator.settle();
         let operations = cli.threads * cli.operations * 2 * WAVES;
-        let [p50, p95, p99] = [0.5, 0.95, 0.99].map(|part| latency.percentile(part) / 1e3);
+        let [p50, p95, p99] = [0.5, 0.95, 0.99].map(|part| latency.value_at_quantile(part));
         println!("idle {operations} {live} {p50} {p95} {p99}");
         let ended = std::io::stdin().read_to_end(&mut Vec::new());
         end.wait();
@@ -193,20 +194,26 @@ pub fn run(cli: &Cli, allocator: &dyn Allocator) -> Result<(), BoxError> {
     })
 }
 
+/// Latencies in nanoseconds, up to a minute, to 1 %. It allocates when it is made and never again.
+fn histogram() -> Histogram<u32> {
+    Histogram::new_with_bounds(1, 60_000_000_000, 2).expect("bounds that are constants")
+}
+
 /// The work of one thread. Returns what it holds at its end, and the latencies.
 fn work<const N: usize>(
     cli: &Cli,
     allocator: &dyn Allocator,
     chance: &mut Chance,
-) -> (Vec<Box<Request<N>>>, Histogram) {
-    let (many, mut latency) = (cli.held * 10, Histogram::default());
+) -> (Vec<Box<Request<N>>>, Histogram<u32>) {
+    let (many, mut latency) = (cli.held * 10, histogram());
     let mut held = Vec::with_capacity(many);
     let mut operate = |held: &mut [Box<Request<N>>], chance: &mut Chance| {
         for _ in 0..cli.operations {
             let at = below(chance, held.len());
             let start = Instant::now();
             held[at] = Request::new(chance);
-            latency.add(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX));
+            latency
+                .saturating_record(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX));
         }
     };
     held.resize_with(cli.held, || Request::new(chance));
@@ -222,55 +229,4 @@ fn work<const N: usize>(
         }
     }
     (held, latency)
-}
-
-// Latencies of one thread: counts by nanoseconds, 128 steps to a power of two.
-//
-// It allocates when it is made and never again. Invariant: a step is less than 0.8 % wide, and a
-// percentile is placed within its step by how many lie below.
-
-const STEPS: u32 = 128;
-const BINS: usize = 128 * 34;
-
-/// Counts by latency.
-#[derive(Clone, Debug)]
-pub(crate) struct Histogram(Vec<u32>);
-
-impl Default for Histogram {
-    fn default() -> Self {
-        Self(vec![0; BINS])
-    }
-}
-
-impl Histogram {
-    /// Counts one.
-    pub(crate) fn add(&mut self, nanos: u64) {
-        // Below 128 ns each is a step of its own.
-        let power = nanos.max(1).ilog2().saturating_sub(STEPS.ilog2());
-        let at = u64::from(power * STEPS) + (nanos >> power);
-        let at = usize::try_from(at).unwrap_or(usize::MAX);
-        self.0[at.min(BINS - 1)] += 1;
-    }
-
-    /// Counts what another counted.
-    pub(crate) fn merge(&mut self, other: &Self) {
-        self.0.iter_mut().zip(&other.0).for_each(|(sum, more)| *sum += more);
-    }
-
-    /// The latency below which this part of all lie, in nanoseconds; 0 where there are none.
-    pub(crate) fn percentile(&self, part: f64) -> f64 {
-        let wanted = part * self.0.iter().map(|&count| f64::from(count)).sum::<f64>();
-        let mut below = 0.0;
-        for (at, &here) in (0_u32..).zip(&self.0) {
-            let here = f64::from(here);
-            if here > 0.0 && below + here >= wanted {
-                let power = (at / STEPS).saturating_sub(1);
-                let width = f64::from(power).exp2();
-                let start = f64::from(at - power * STEPS) * width;
-                return start + width * ((wanted - below) / here);
-            }
-            below += here;
-        }
-        0.0
-    }
 }

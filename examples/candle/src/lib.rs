@@ -2,13 +2,11 @@
 //! is used.
 //!
 //! `bert` and `embedder` are the model, and `api` is what clients see. `service` joins them with
-//! lowtide, and `cuda` opens a GPU under a pool governor. Without the feature `lowtide` both are
-//! missing: the bench serves the same model without.
+//! lowtide, and `cuda` opens a GPU under a pool governor.
 
 pub mod api;
 pub mod bert;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod embedder;
-#[cfg(feature = "lowtide")]
 pub mod service;

@@ -94,7 +94,7 @@ struct Expected {
 /// Compares the answers with those of ONNX Runtime in Python. All sentences are in one
 /// request, so the shorter ones are padded.
 async fn assert_right(running: &Running) -> Result<(), BoxError> {
-    let expected = include_str!("../../../benches/candle/similarities.json");
+    let expected = include_str!("../similarities.json");
     let expected: Expected = serde_json::from_str(expected)?;
     let (status, answer) = embed(running, &expected.sentences).await?;
     assert_eq!((status, &answer["width"]), (200, &json!(384)), "{answer}");

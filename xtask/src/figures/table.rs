@@ -52,7 +52,7 @@ pub(super) const SUBJECTS: &[(&str, &str)] = &[
     ("measured", "requests that are measured: errors, costs, overload; over an hour"),
     ("traffic", "streams whose clients stop reading: a minute"),
     ("room", "requests that wait for room, evictions of models, leaks: some 75 minutes"),
-    ("engines", "ONNX Runtime and candle in a service, and the C library: some 45 minutes"),
+    ("engines", "ONNX Runtime in a service, and the C library: half an hour"),
     (
         "questions",
         "an operator's questions, kills, alerts, the recorder and profiler: half an hour",
@@ -60,7 +60,6 @@ pub(super) const SUBJECTS: &[(&str, &str)] = &[
     ("fleet", "load reports, behind a real Envoy too; fits; the saturation: some 20 minutes"),
     ("counted", "figures that do not depend on the machine's speed, and the tables of documents"),
     ("field", "cases from public reports, and the benches `time` and `replay`: some minutes"),
-    ("envoy", "thresholds on the heap, in Envoy, and lowtide: quick and slow bodies"),
 ];
 
 use Source::{Bench, Cargo, Own, Script};
@@ -91,11 +90,10 @@ pub(super) const ROWS: &[Row] = &[
     row("gpu", "gpu.wake.", Bench("gpu -- --part wake")),
     row("gpu", "gpu.torture.", Bench("gpu -- --part torture")),
     row("gpu", "gpu.killed_part.", Bench("gpu -- --part killed")),
-    row("gpu", "gpu.check.", Bench("gpu -- --part binary")),
     row("gpu", "gpu.lease.", Bench("gpu -- --part leases")),
     row("gpu", "gpu.stores.", Bench("gpu -- --part stores")),
     row("gpu", "gpu.devices.", Bench("gpu -- --part devices")),
-    row("gpu", "gpu.pair. gpu.forward. gpu.cuarena.", Bench("gpu -- --part pairs")),
+    row("gpu", "gpu.pair. gpu.forward.", Bench("gpu -- --part pairs")),
     row("gpu", "gpu.view.", Bench("gpu -- --part views")),
     row("faults", "faults.", Bench("faults")),
     row("faults", "faults.ort.", Script(".ci/engines")),
@@ -116,10 +114,7 @@ pub(super) const ROWS: &[Row] = &[
     row(
         "measured",
         "measured.rest.",
-        Cargo(
-            "bench --locked --manifest-path benches/retention/Cargo.toml --no-default-features \
-             -- --parts burst --only low_memory,low_memory_apart",
-        ),
+        Cargo("bench --locked --manifest-path benches/retention/Cargo.toml -- --parts rest"),
     ),
     row("measured", "measured.1x. measured.4x.", Bench("overload -- --measured")),
     renamed(
@@ -154,7 +149,6 @@ pub(super) const ROWS: &[Row] = &[
         &[("overload.survive.oom_kills", "room.oom_kills")],
     ),
     row("engines", "engines.ort. engines.large.", Script(".ci/engines --figures")),
-    row("engines", "engines.candle.", Script(".ci/candle --measure")),
     row("engines", "engines.rust. engines.torch. engines.c.", Bench("c")),
     row("questions", "questions.metrics", Own(small::measure_metrics)),
     row("questions", "questions.panels", Own(small::measure_panels)),
@@ -192,7 +186,6 @@ pub(super) const ROWS: &[Row] = &[
         "fleet.saturation.",
         Cargo("test --locked -p lowtide --test memory memory_saturation -- --nocapture"),
     ),
-    row("envoy", "envoy", Script(".ci/envoy")),
 ];
 
 use Bound::{Least, Most};

@@ -3,7 +3,7 @@
 //!
 //! Invariant: the simulator's claims.
 
-#[path = "../../../../benches/controller/sim/mod.rs"]
+#[path = "sim/mod.rs"]
 #[allow(dead_code, reason = "the bench uses more of it")]
 pub(crate) mod sim;
 

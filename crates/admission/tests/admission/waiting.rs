@@ -1,7 +1,6 @@
 //! Requests that wait for room: order, deadlines, and random schedules, some of those that
 //! `benches/room` runs.
 
-#[path = "../../../../benches/room/schedules.rs"]
 mod schedules;
 
 use std::pin::{Pin, pin};

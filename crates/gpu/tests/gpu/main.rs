@@ -4,7 +4,7 @@
 //! Tests that read figures of the whole process run in a child process each (`test_fork`).
 
 mod arena;
-#[path = "../../../../benches/index/chance.rs"]
+#[path = "../../../admission/tests/admission/sim/chance.rs"]
 #[allow(dead_code, reason = "others use more of it")]
 mod chance;
 mod compact;
@@ -18,12 +18,12 @@ mod pinned_process;
 mod planned;
 mod process;
 mod record;
-mod replay_peers;
 mod schedules;
 mod segments;
 mod simulation;
 mod sleep;
 mod streams;
+mod traces;
 
 use std::thread;
 use std::time::Duration;

@@ -15,7 +15,7 @@ use lowtide_admission::{
 };
 use lowtide_core::sync::lock;
 
-#[path = "../../../../../benches/room/zipf.rs"]
+#[path = "zipf.rs"]
 #[allow(dead_code, reason = "the bench uses more of it")]
 mod zipf;
 

@@ -19,7 +19,7 @@ use lowtide_admission::layer::{LargeRequest, RequestFigures, SLOW_AFTER, Waiting
 use lowtide_admission::{Admission, Budget, ByteSize, Cost, Permit, Priority, Rejected};
 use lowtide_core::sync::lock;
 
-#[path = "../index/chance.rs"]
+#[path = "../sim/chance.rs"]
 #[allow(dead_code, clippy::duplicate_mod, reason = "other simulations have it too")]
 mod chance;
 use self::chance::Chance;

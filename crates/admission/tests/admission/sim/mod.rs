@@ -6,7 +6,6 @@
 //!
 //! Invariant: the same seed gives the same run, on every machine with the same floats.
 
-#[path = "../../index/chance.rs"]
 #[allow(dead_code, clippy::duplicate_mod, reason = "other simulations have it too")]
 pub(crate) mod chance;
 pub(crate) mod claims;

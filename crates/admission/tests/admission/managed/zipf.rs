@@ -10,7 +10,7 @@
 
 #![allow(clippy::cast_precision_loss, reason = "sizes and counts are far below 2^52")]
 
-#[path = "../index/chance.rs"]
+#[path = "../sim/chance.rs"]
 #[allow(dead_code, clippy::duplicate_mod, reason = "other simulations have it too")]
 mod chance;
 

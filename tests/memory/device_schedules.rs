@@ -20,7 +20,7 @@ use lowtide_cuda_sim::{DriverCosts, Order, SimDriver, SimError, SimOptions};
 
 use self::chance::Chance;
 
-#[path = "../index/chance.rs"]
+#[path = "../../crates/admission/tests/admission/sim/chance.rs"]
 #[allow(dead_code, reason = "others use more of it")]
 pub(crate) mod chance;
 

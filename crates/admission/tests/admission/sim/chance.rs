@@ -4,18 +4,26 @@
 //! logarithm. With these the crate `offset-allocator`, and the models of the other peers, fail
 //! exactly as often as the real ones were measured to.
 
+#![allow(
+    unreachable_pub,
+    missing_docs,
+    clippy::missing_panics_doc,
+    clippy::should_implement_trait,
+    reason = "tests and benches include it"
+)]
+
 use std::time::Duration;
 
 /// The generator.
 #[derive(Clone, Debug)]
-pub(crate) struct Chance(u64);
+pub struct Chance(u64);
 
 impl Chance {
-    pub(crate) const fn new(seed: u64) -> Self {
+    pub const fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    pub(crate) const fn next(&mut self) -> u64 {
+    pub const fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut mixed = self.0;
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -25,50 +33,50 @@ impl Chance {
 
     /// Evenly below `bound`.
     #[expect(clippy::cast_possible_truncation, reason = "the product's high half is below bound")]
-    pub(crate) const fn below(&mut self, bound: usize) -> usize {
+    pub const fn below(&mut self, bound: usize) -> usize {
         ((self.next() as u128 * bound as u128) >> 64) as usize
     }
 
     /// A number in `[0, 1)`.
     #[expect(clippy::cast_precision_loss, reason = "53 bits fit a float")]
-    pub(crate) fn unit(&mut self) -> f64 {
+    pub fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1_u64 << 53) as f64
     }
 
     /// A block's size in bytes.
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "2^8 to 2^26")]
-    pub(crate) fn size(&mut self) -> u64 {
+    pub fn size(&mut self) -> u64 {
         18.0_f64.mul_add(self.unit(), 8.0).exp2() as u64
     }
 
     /// A number between two.
-    pub(crate) fn between(&mut self, low: f64, high: f64) -> f64 {
+    pub fn between(&mut self, low: f64, high: f64) -> f64 {
         (high - low).mul_add(self.unit(), low)
     }
 
     /// Evenly by logarithm between two.
-    pub(crate) fn around(&mut self, low: f64, high: f64) -> f64 {
+    pub fn around(&mut self, low: f64, high: f64) -> f64 {
         self.between(low.ln(), high.ln()).exp()
     }
 
     /// Returns `true` with this probability.
-    pub(crate) fn happens(&mut self, part: f64) -> bool {
+    pub fn happens(&mut self, part: f64) -> bool {
         self.unit() < part
     }
 
     /// The gap to the next arrival of a Poisson process of this rate a second.
-    pub(crate) fn gap(&mut self, rate: f64) -> f64 {
+    pub fn gap(&mut self, rate: f64) -> f64 {
         -(1.0 - self.unit()).ln() / rate
     }
 
     /// One of them.
-    pub(crate) fn pick<T: Copy>(&mut self, of: &[T]) -> T {
+    pub fn pick<T: Copy>(&mut self, of: &[T]) -> T {
         let at = usize::try_from(self.next() >> 33).unwrap_or(0) % of.len();
         of[at]
     }
 
     /// A time between two.
-    pub(crate) fn time(&mut self, low: Duration, high: Duration) -> Duration {
+    pub fn time(&mut self, low: Duration, high: Duration) -> Duration {
         low + high.saturating_sub(low).mul_f64(self.unit())
     }
 }
