@@ -766,7 +766,7 @@ impl LayerSettings {
         let starts_slowly = is_measured && self.starts_slowly;
         // A request that is too large, or that arrives during shutdown, is rejected for that
         // reason, by the admission.
-        if !starts_slowly || estimate > host.ceiling() || self.admission.is_closed() {
+        if !starts_slowly || estimate > room.first || self.admission.is_closed() {
             return Ok(None);
         }
         enter_slow_start(&self.admission, need, &self.clock, waiting)
