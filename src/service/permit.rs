@@ -25,6 +25,9 @@
 //! It keeps what it holds and a window, and its route learns from it. Later answers of the route are
 //! streams at once, unless one grew much after it had lasted.
 //!
+//! A connection that was upgraded, such as a WebSocket, is such a stream for as long as its work has
+//! the permit.
+//!
 //! Not measured: tasks and threads without a scope, and C code that does not allocate through
 //! jemalloc.
 //!
@@ -37,9 +40,9 @@ use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
-use http::Request;
 use http::header::CONTENT_TYPE;
 use http::request::Parts;
+use http::{Method, Request, StatusCode};
 
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
@@ -106,6 +109,8 @@ const STREAM_AFTER: u64 = 1_000_000_000;
 /// The same for a route in which an answer grew late, in nanoseconds. An estimate: longer than most
 /// queries.
 const LATE_AFTER: u64 = 60 * STREAM_AFTER;
+/// The status of an answer after which the connection has another protocol.
+pub(super) const UPGRADED: StatusCode = StatusCode::SWITCHING_PROTOCOLS;
 /// The value of `goes_on_since` once nothing depends on it any more.
 const TENDED: u64 = u64::MAX;
 
@@ -826,6 +831,13 @@ impl RequestPermit {
     /// Returns `true` if the request came over HTTP/2 and has a content type.
     pub(super) fn may_be_grpc(&self) -> bool {
         self.0.owner().origin.content_type.is_some()
+    }
+
+    /// Returns `true` if its connection, or its stream of one, is another protocol's after an answer
+    /// with this status.
+    pub(super) fn upgrades(&self, status: StatusCode) -> bool {
+        let is_tunnel = self.0.owner().origin.method == Method::CONNECT;
+        status == UPGRADED || is_tunnel && status.is_success()
     }
 
     /// Records that its handler answered: `is_whole` if the response needs no more memory.
