@@ -51,13 +51,13 @@ use lowtide_heap::is_measured;
 
 use super::admin::is_secret;
 use super::body::{RequestBody, ResponseBody};
-use super::connections::ConnectionState;
+use super::connections::{ConnectionState, Upgraded};
 use super::estimate::{ContentLength, Estimate, UNDECLARED, body_length, note_length};
 use super::exempt::{ExemptPaths, ExemptShare};
 use super::load_report::{Carrier, LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReports};
 use super::permit::{
-    QueuePlace, RequestHolds, RequestPermit, RequestTerms, ResumeOptions, WINDOW, enter_slow_start,
-    enter_turn,
+    QueuePlace, RequestHolds, RequestPermit, RequestTerms, ResumeOptions, UPGRADED, WINDOW,
+    enter_slow_start, enter_turn,
 };
 use super::rejection::{Drain, negotiated};
 use super::scoped::Scoped;
@@ -756,7 +756,7 @@ impl LayerSettings {
         let starts_slowly = is_measured && self.starts_slowly;
         // A request that is too large, or that arrives during shutdown, is rejected for that
         // reason, by the admission.
-        if !starts_slowly || estimate > host.ceiling() || self.admission.is_closed() {
+        if !starts_slowly || estimate > room.first || self.admission.is_closed() {
             return Ok(None);
         }
         enter_slow_start(&self.admission, need, &self.clock, waiting)
@@ -778,7 +778,7 @@ impl LayerSettings {
         if priority == Priority::Exempt || !self.admission.is_managed() {
             return None;
         }
-        let connection = head.extensions.get::<Arc<ConnectionState>>().cloned();
+        let connection = head.extensions.get::<Arc<ConnectionState>>().map(Arc::downgrade);
         Some(Box::new(TimeLimits::new(self.max_hold, self.min_data_rate, connection)))
     }
 
@@ -825,7 +825,7 @@ impl LayerSettings {
 fn is_success<B>(response: &Response<B>, may_be_grpc: bool) -> bool {
     let status = response.status();
     let is_error = may_be_grpc && response.headers().get("grpc-status").is_some_and(|of| of != "0");
-    !is_error && (status.is_success() || status.is_redirection())
+    !is_error && (status.is_success() || status.is_redirection() || status == UPGRADED)
 }
 
 impl<S, E> Layer<S> for MemoryLayer<E> {
@@ -1021,7 +1021,7 @@ where
                 let Some(permit) = future.permit() else {
                     return polled.map_ok(|response| response.map(ResponseBody::passed));
                 };
-                let Poll::Ready(answered) = polled else {
+                let Poll::Ready(mut answered) = polled else {
                     let Some(rejected) = permit.waits(cx.waker()) else { return Poll::Pending };
                     let Some(response) = settings.end(permit, &rejected, cancelled_at) else {
                         return Poll::Pending;
@@ -1035,10 +1035,14 @@ where
                 if let Some(rejected) = permit.cancellation().filter(|_| cancelled_at.is_none()) {
                     settings.report(permit, &rejected);
                 }
-                if let Ok(response) = &answered {
+                if let Ok(response) = &mut answered {
                     let body = response.body();
                     let is_whole = !body.is_end_stream() && body.size_hint().exact().is_some();
                     permit.answered(is_success(response, permit.may_be_grpc()), is_whole);
+                    if permit.upgrades(response.status()) {
+                        permit.goes_on();
+                        response.extensions_mut().insert(Upgraded::new(permit.clone()));
+                    }
                 }
                 let mut trailers = None;
                 let answered = match (answered, &settings.load_reports) {

@@ -46,7 +46,7 @@ pub(super) struct TimeLimits {
     max_hold: Option<Duration>,
     /// The pace of the request's body, and of the response.
     paces: Option<(Pace, Pace)>,
-    connection: Option<Arc<ConnectionState>>,
+    connection: Option<Weak<ConnectionState>>,
     /// The parts of the response that are not sent.
     unsent: AtomicU32,
     is_cut: AtomicBool,
@@ -61,7 +61,7 @@ impl TimeLimits {
     pub(super) fn new(
         max_hold: Option<Duration>,
         rate: Option<MinDataRate>,
-        connection: Option<Arc<ConnectionState>>,
+        connection: Option<Weak<ConnectionState>>,
     ) -> Self {
         Self {
             max_hold,
@@ -108,7 +108,8 @@ impl TimeLimits {
 
     /// Ends the response.
     pub(super) fn cut(&self) {
-        *lock(&self.overdue) = self.connection.as_ref().map(ConnectionState::overdue);
+        let connection = self.connection.as_ref().and_then(Weak::upgrade);
+        *lock(&self.overdue) = connection.map(|connection| connection.overdue());
         self.is_cut.store(true, Ordering::SeqCst);
         // One of this and the drop of the last part, which stores and loads the other way round,
         // sees the other.

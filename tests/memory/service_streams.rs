@@ -2,6 +2,8 @@
 #![cfg(all(feature = "service", target_os = "linux"))]
 
 use std::any::Any;
+use std::convert::Infallible;
+use std::future::pending;
 use std::hint::black_box;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
@@ -10,12 +12,14 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::request::Parts;
-use http::{Request, Response};
+use http::{Request, Response, StatusCode, Version};
 use http_body::Body;
 use http_body_util::Full;
 use lowtide::ByteSize;
 use lowtide::clock::Clock;
-use lowtide::service::{Estimate, MemoryLayer, RequestBody, RequestPermit, ResponseBody};
+use lowtide::service::{
+    Connections, Estimate, MemoryLayer, RequestBody, RequestPermit, ResponseBody,
+};
 use lowtide_admission::{Cost, RequestPhase};
 use test_fork::test;
 use tower::{Layer, Service, service_fn};
@@ -235,4 +239,81 @@ fn an_answer_of_known_length_and_a_trusted_estimate_keep_the_claim() {
     stream.feed.ends();
     let claim = bed.reserved();
     assert_eq!((stream.read(), bed.reserved()), (1, claim), "it did not wait");
+}
+
+type Session = Pin<Box<dyn Future<Output = ()>>>;
+
+/// A WebSocket whose session has a buffer of this size; `None` if it is not admitted.
+fn open_socket<E: Estimate>(layer: &MemoryLayer<E>, buffer: usize) -> Option<Session> {
+    let session = Arc::new(Mutex::new(None));
+    let kept = Arc::clone(&session);
+    let handler = move |request: Request<RequestBody<Full<Bytes>>>| {
+        let permit = request.extensions().get::<RequestPermit>().expect("admitted");
+        let session: Session = Box::pin(permit.scope(async move {
+            let buffer = black_box(vec![1_u8; buffer]);
+            pending::<()>().await;
+            drop(buffer);
+        }));
+        *kept.lock().expect("not poisoned") = Some(session);
+        std::future::ready(Ok::<_, Infallible>(switching()))
+    };
+    let request = Request::get("/socket").body(Full::default()).expect("a valid head");
+    let mut call = Box::pin(layer.layer(service_fn(handler)).call(request));
+    assert!(poll(&mut call).is_pending() || session.lock().expect("not poisoned").is_some());
+    let mut session = session.lock().expect("not poisoned").take()?;
+    assert!(poll(&mut session).is_pending());
+    Some(session)
+}
+
+fn switching() -> Response<Full<Bytes>> {
+    let mut answer = Response::default();
+    *answer.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
+    answer
+}
+
+/// tungstenite#480, axum#3178: 1,500 WebSockets held 199 MiB that nothing had reserved.
+#[test]
+fn an_upgraded_connection_is_a_request_until_its_session_ends() {
+    let bed = Bed::new();
+    let layer = layer(&bed);
+    let (buffer, mut sockets) = (ByteSize::kib(128), Vec::new());
+    let begun = bed.clock.now();
+    while sockets.len() < 300 {
+        match open_socket(&layer, 128 << 10) {
+            Some(socket) => sockets.push(socket),
+            None => bed.pass(STEP),
+        }
+        let took = bed.clock.now() - begun;
+        assert!(took < Duration::from_secs(10), "{} are open after {took:?}", sockets.len());
+    }
+    bed.pass(LASTED);
+    let most = buffer.saturating_add(KEPT).scaled(300.0);
+    assert!(bed.reserved() >= buffer.scaled(300.0), "{}", bed.reserved());
+    assert!(bed.reserved() <= most, "{} of {most}", bed.reserved());
+    let stats = bed.stats();
+    assert_eq!((stats.held(), stats.waiting, stats.rejected), (300, 0, [0; 10]));
+    assert_eq!(bed.memory.report().oldest_requests()[0].phase, RequestPhase::Answered);
+    drop(sockets);
+    assert_eq!((bed.stats().held(), bed.reserved()), (0, ByteSize::ZERO));
+}
+
+#[test]
+fn an_upgraded_connection_of_a_listener_keeps_the_permit_to_its_end() {
+    let bed = Bed::new();
+    let limited = layer(&bed).with_max_hold(Duration::from_secs(60));
+    let connections = Connections::new(bed.memory.admission(), 8);
+    for (version, is_kept) in [(Version::HTTP_11, true), (Version::HTTP_2, false)] {
+        let connection = connections.open().expect("a place");
+        let handler = |_| std::future::ready(Ok::<_, Infallible>(switching()));
+        let mut service = connection.service(limited.layer(service_fn(handler)));
+        let request = Request::get("/socket").version(version).body(Full::<Bytes>::default());
+        let mut call = Box::pin(service.call(request.expect("a valid head")));
+        assert!(matches!(poll(&mut call), Poll::Ready(Ok(_))));
+        drop((call, service));
+        bed.pass(LASTED);
+        assert_eq!(bed.stats().held(), u64::from(is_kept), "{version:?}: other streams go on");
+        assert!(bed.reserved() <= KEPT, "{}", bed.reserved());
+        drop(connection);
+        assert_eq!((bed.stats().held(), bed.reserved()), (0, ByteSize::ZERO));
+    }
 }

@@ -159,6 +159,34 @@ fn while_large_requests_compute_on_all_processors_further_ones_wait_and_small_on
     assert_eq!(bed.stats().rejected, [0; 10]);
 }
 
+/// axum#2818: the first upload of a route was rejected as too large, though its bytes fitted.
+#[test]
+fn large_uploads_may_be_the_first_of_their_route_one_after_the_other() {
+    let bed = Bed::new();
+    let clock: Arc<dyn Clock> = bed.clock.clone();
+    let layer = bed.memory.layer().clock(clock);
+    let upload = |mib: usize| -> Call {
+        let handler = |_: Request<RequestBody<Counted>>| async {
+            wait_once().await;
+            Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
+        };
+        let request = Request::post("/").header("content-length", mib << 20);
+        let request = request.body(Counted::default()).expect("a valid head");
+        let call = layer.layer(service_fn(handler)).call(request);
+        Box::pin(async { call.await.expect("infallible").status() })
+    };
+    let ceiling = bed.memory.admission().ledger(Budget::Host).ceiling();
+    assert!(ceiling < ByteSize::mib(2 * 120), "{ceiling}: an estimate is twice the length");
+    let (mut first, mut second) = (upload(120), upload(120));
+    assert!(poll(&mut first).is_pending() && poll(&mut second).is_pending());
+    assert_eq!((bed.stats().held(), bed.stats().waiting), (1, 1), "they run alone");
+    for call in [&mut first, &mut second] {
+        advance_until(&bed.clock, TICK, "its end", || poll(call) == Poll::Ready(StatusCode::OK));
+    }
+    assert_eq!(bed.stats().rejected, [0; 10]);
+    assert_eq!(poll(&mut upload(160)), Poll::Ready(StatusCode::PAYLOAD_TOO_LARGE));
+}
+
 #[test]
 fn a_request_that_waits_for_too_long_is_rejected_once() {
     let bed = Bed::new();

@@ -13,7 +13,8 @@
 //! Until the first request of a kind has ended, the highest ratio of a running one is used as the
 //! mean. Until [`LESSONS_MIN`] have ended (`LESSONS_UNDECLARED` of undeclared length), and if no
 //! other size of the route is known, a request reserves at least `UNKNOWN` times its estimate
-//! (its estimate if that is a minimum), up to [`Room::limit`] but no less than the estimate.
+//! (its estimate if that is a minimum), up to [`Room::limit`]. An estimate above [`Room::first`] is
+//! reserved in whole: such a request is rejected as too large.
 //!
 //! A request reserves the mean and a margin. The margin is `DEVIATIONS` standard deviations of
 //! the sum of all requests that fit together, divided by their number. So, in a route in which a
@@ -163,11 +164,18 @@ pub struct Room {
     pub all: ByteSize,
     /// The most bytes that may be held in total while other requests run, zero otherwise.
     pub shared: ByteSize,
+    /// The highest estimate of a request that may be the first of its route: it runs alone.
+    pub first: ByteSize,
 }
+
+/// The part of the ceiling up to which an estimate may be wrong. By default an estimate is twice the
+/// length of the body, so bodies of up to two thirds of the ceiling may be the first of a route.
+pub(crate) const FIRST_PART: f64 = 4.0 / 3.0;
 
 impl Room {
     /// The room without a limit.
-    pub const UNLIMITED: Self = Self { all: ByteSize::MAX, shared: ByteSize::ZERO };
+    pub const UNLIMITED: Self =
+        Self { all: ByteSize::MAX, shared: ByteSize::ZERO, first: ByteSize::MAX };
 
     /// Returns the most that a request of a route with this mean need reserves because of what
     /// others held: two thirds of the room, so that two such requests do not fit together and small
@@ -361,8 +369,10 @@ impl Compared {
         if !is_known.load(Ordering::Acquire) {
             // The first requests may raise the claim, but do not prove a small need.
             let unknown = if self.is_minimum { 0.0 } else { UNKNOWN };
-            let unknown = || of(NeedRatio { mean: unknown, deviation: 0.0 }).max(self.estimate);
+            let unknown = || of(NeedRatio { mean: unknown, deviation: 0.0 });
             claim = claim.max(ratio(family).map_or_else(unknown, of));
+            let may_be_first = self.estimate <= room.first || ratio(family).is_some();
+            claim = if may_be_first { claim } else { claim.max(self.estimate) };
         }
         if self.is_minimum { claim.max(self.estimate) } else { claim }
     }
@@ -626,7 +636,7 @@ mod tests {
     const ROOM: Room = alone(ByteSize::mib(200));
 
     const fn alone(all: ByteSize) -> Room {
-        Room { all, shared: ByteSize::ZERO }
+        Room { all, shared: ByteSize::ZERO, first: all }
     }
 
     fn of(needs: &Needs, estimate: ByteSize, is_declared: bool) -> Compared {
@@ -665,6 +675,16 @@ mod tests {
             ByteSize::mib(500),
             "another size of the route"
         );
+    }
+
+    /// axum#2818: an upload of 60 MiB to a service of 128 MiB could not be the first of its route.
+    #[test]
+    fn a_first_request_runs_alone_if_its_estimate_is_little_above_the_ceiling() {
+        let room = Room { first: ByteSize::mib(136), ..alone(ByteSize::mib(48)) };
+        let claim = |mib| of(&Needs::default(), ByteSize::mib(mib), true).claim(room);
+        assert_eq!(claim(40), ByteSize::mib(32), "two thirds of the room");
+        assert_eq!(claim(120), ByteSize::mib(32));
+        assert_eq!(claim(140), ByteSize::mib(140), "too large");
     }
 
     #[test]
@@ -706,7 +726,7 @@ mod tests {
         let request = of(&needs, MIB, true);
         (0..LESSONS_MIN).for_each(|_| request.learn(ByteSize::mib(20)));
         let all = ByteSize::mib(6);
-        let beside = Room { all, shared: ByteSize::mib(240) };
+        let beside = Room { shared: ByteSize::mib(240), ..alone(all) };
         assert_eq!(request.claim(beside), ByteSize::mib(20));
         assert_eq!(request.claim(alone(all)), ByteSize::mib(4), "or it is never measured again");
         (0..1_000).for_each(|_| request.learn(ByteSize::gib(1)));

@@ -29,7 +29,7 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::correction::{Correction, LedgerTotals, Measured, few};
-use super::learning::Room;
+use super::learning::{FIRST_PART, Room};
 
 /// The result of a reservation.
 pub(crate) type Booked<T = ()> = Result<T, InsufficientBudget>;
@@ -535,9 +535,9 @@ impl Ledger {
     /// Returns the room for learned reservations.
     #[inline]
     pub fn learned_room(&self) -> Room {
-        let is_alone = self.requests() <= few(self.ceiling());
-        let shared = if is_alone { ByteSize::ZERO } else { self.ceiling() };
-        Room { all: self.request_room(), shared }
+        let ceiling = self.ceiling();
+        let shared = if self.requests() <= few(ceiling) { ByteSize::ZERO } else { ceiling };
+        Room { all: self.request_room(), shared, first: ceiling.scaled(FIRST_PART) }
     }
 
     /// Returns the reserved part of the allowance; `None` if no limit is known. Above 1 if more is

@@ -18,6 +18,7 @@ mod requests;
 #[cfg(feature = "tokio")]
 mod tcp;
 
+use std::any::Any;
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -184,6 +185,19 @@ pub(super) struct ConnectionState {
     /// No request after the present ones is to be served.
     is_ending: AtomicBool,
     wakers: Mutex<Vec<Waker>>,
+    /// The request that has upgraded it.
+    upgraded: Mutex<Option<Upgraded>>,
+}
+
+/// The permit of a request after which its connection has another protocol, in the extensions of
+/// the answer. A connection of HTTP/1 keeps it to its end.
+#[derive(Clone, Debug)]
+pub(super) struct Upgraded(#[expect(dead_code, reason = "kept")] Arc<dyn Any + Send + Sync>);
+
+impl Upgraded {
+    pub(super) fn new(permit: impl Any + Send + Sync) -> Self {
+        Self(Arc::new(permit))
+    }
 }
 
 impl ConnectionState {

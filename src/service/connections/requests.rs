@@ -22,7 +22,8 @@ use tower_service::Service;
 
 use lowtide_admission::{Admission, Level};
 
-use super::{Connection, ConnectionState, Connections};
+use super::{Connection, ConnectionState, Connections, Upgraded};
+use crate::sync::lock;
 
 /// The handler waits for the request's body.
 const RECEIVES: u8 = 1;
@@ -147,6 +148,10 @@ where
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.project();
         let mut response = ready!(this.future.poll(cx))?;
+        let upgraded = response.extensions_mut().remove::<Upgraded>();
+        if upgraded.is_some() && *this.version < Version::HTTP_2 {
+            *lock(&this.open.state.upgraded) = upgraded;
+        }
         if this.admission.level() >= Level::High && !this.admission.state().observes() {
             if *this.version < Version::HTTP_2 {
                 response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));

@@ -16,11 +16,16 @@
 //! It keeps what it holds and a window, and its route learns from it. Later answers of the route are
 //! streams at once, unless one grew much after it had lasted.
 //!
+//! A connection that was upgraded, such as a WebSocket, is such a stream for as long as its work has
+//! the permit.
+//!
 //! Invariant: the handler gets the end of a body only while the claim is reserved.
 
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
+
+use http::{Method, StatusCode};
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
@@ -43,6 +48,9 @@ const STREAM_AFTER: Duration = Duration::from_secs(1);
 
 /// The same for a route in which an answer grew late. An estimate: longer than most queries.
 const LATE_AFTER: Duration = Duration::from_secs(60);
+
+/// The status of an answer after which the connection has another protocol.
+pub(in crate::service) const UPGRADED: StatusCode = StatusCode::SWITCHING_PROTOCOLS;
 
 /// What a suspended request reserves beyond what it holds, for the part of its body that arrives
 /// next. An estimate: what an HTTP/2 client may send on a stream without permission, by default.
@@ -326,6 +334,13 @@ impl RequestPermit {
             admitted.resumed(held);
             held.holds.enters = None;
         });
+    }
+
+    /// Returns `true` if its connection, or its stream of one, is another protocol's after an answer
+    /// with this status.
+    pub(in crate::service) fn upgrades(&self, status: StatusCode) -> bool {
+        let is_tunnel = self.terms().origin.method == Method::CONNECT;
+        status == UPGRADED || is_tunnel && status.is_success()
     }
 
     /// Records that its handler answered: `is_whole` if the response needs no more memory.
