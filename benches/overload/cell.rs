@@ -67,6 +67,10 @@ pub(crate) enum Service {
     /// The proxy; requests wait in it, for its model.
     WaitingProxy,
     Streams,
+    /// For mixed loads: lowtide, or a limit on large requests.
+    Mixed {
+        limit: Option<usize>,
+    },
 }
 
 impl Cell {

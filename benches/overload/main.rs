@@ -22,6 +22,7 @@ mod embed;
 #[path = "../../examples/proxy/forward.rs"]
 mod forward;
 mod load;
+mod mixed;
 #[path = "../../examples/proxy/model.rs"]
 #[allow(dead_code, reason = "the demonstration looks at its arena")]
 mod model;
@@ -86,6 +87,9 @@ struct Cli {
     /// 400 streams whose clients stop reading.
     #[arg(long)]
     streams: bool,
+    /// Small requests beside large ones, in three mixes of so many rounds.
+    #[arg(long, value_name = "ROUNDS")]
+    mixed: Option<u32>,
     /// Three short runs of lowtide and one without admission, which has to die: under 90 seconds.
     #[arg(long)]
     ci: bool,
@@ -130,6 +134,8 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
         cell::burst(&runner.base, &mut runner.figures)?
     } else if cli.streams {
         streams::run(&runner.base, &mut runner.figures)?
+    } else if let Some(rounds) = cli.mixed {
+        mixed::run(&runner.base, rounds, &mut runner.figures)?
     } else if cli.ci {
         runner.ci()?
     } else if let Some(runs) = cli.survive {
@@ -158,8 +164,10 @@ const CONNECTIONS: usize = 1024;
 fn serve(settings: &str) -> Result<(), BoxError> {
     let settings: Cell = serde_json::from_str(settings)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    if settings.service == Service::Streams {
-        return runtime.block_on(streams::serve());
+    match settings.service {
+        Service::Streams => return runtime.block_on(streams::serve()),
+        Service::Mixed { limit } => return runtime.block_on(mixed::serve(limit)),
+        Service::Proxy | Service::WaitingProxy => {}
     }
     let running = runtime.block_on(start(&settings))?;
     println!("{}", running.address);

@@ -1,7 +1,7 @@
-//! What a path of the arena runs: its functions and files in a debug build, and its instructions in
-//! a release build over those of an older commit.
+//! What a path of the arena or a request runs: its functions and files in a debug build, and those
+//! of the arena their instructions in a release build over those of an older commit.
 //!
-//! The program is an example of the package, `arena_paths`. A package of its own builds it, once
+//! The program of the arena is an example of the package, `arena_paths`. A package of its own builds it, once
 //! against this tree and once against a worktree of the older commit, with the same versions of all
 //! dependencies.
 
@@ -44,23 +44,46 @@ pub(super) fn measure_drop() -> Result<Vec<Figure>, String> {
     Ok(vec![figure("drop.functions", functions, "functions"), figure("drop.files", files, "files")])
 }
 
+/// Counts the functions and files that a request runs from its head to the end of its answer.
+pub(super) fn measure_request() -> Result<Vec<Figure>, String> {
+    let file = tree::root().join("target/figures/request.out");
+    let runner = format!(
+        "target.'cfg(all())'.runner=['valgrind','--tool=callgrind','--quiet',\
+         '--collect-atstart=no','--toggle-collect=requests::measured','--callgrind-out-file={}']",
+        file.display()
+    );
+    fs::create_dir_all(file.with_file_name("")).map_err(|error| error.to_string())?;
+    let bench = cargo("bench --locked --quiet --profile dev --bench requests --config").arg(runner);
+    bench.words("-- --be request").run()?;
+    let text = fs::read_to_string(&file).map_err(|error| error.to_string())?;
+    let [functions, files] = counts_of("a request", &text);
+    Ok(vec![
+        figure("request.functions", functions, "functions"),
+        figure("request.files", files, "files"),
+    ])
+}
+
 /// Counts the functions and the files of this repository that a path runs in a debug build.
 fn counts(path: &str) -> Result<[f64; 2], String> {
     let program = build("new", &tree::root(), "dev")?;
-    let text = run(&program, path, 1)?;
-    let own = own_functions(&text);
+    Ok(counts_of(path, &run(&program, path, 1)?))
+}
+
+fn counts_of(path: &str, text: &str) -> [f64; 2] {
+    let own = own_functions(text);
     let files: BTreeSet<_> = own.iter().map(|(file, _)| file).collect();
     eprintln!("  functions of {path}:");
     own.iter().for_each(|(file, name)| eprintln!("    {file}: {name}"));
-    Ok([count(own.len()), count(files.len())])
+    [count(own.len()), count(files.len())]
 }
 
 /// Returns the functions from files of the repository's packages, each with its file.
 fn own_functions(text: &str) -> BTreeSet<(&str, &str)> {
-    let functions = callgrind::functions(text);
-    let own = functions.iter().filter_map(|(file, name)| {
-        let at = file.rfind("crates/")?;
-        file[at..].contains("/src/").then_some((&file[at..], *name))
+    let root = tree::root();
+    let own = callgrind::functions(text).into_iter().filter_map(|(file, name)| {
+        let file = Path::new(file).strip_prefix(&root).ok()?.to_str()?;
+        let is_own = file.starts_with("src/") || file.starts_with("crates/");
+        (is_own && file.contains("src/")).then_some((file, name))
     });
     own.collect()
 }
@@ -135,9 +158,13 @@ mod tests {
 
     #[test]
     fn functions_of_other_crates_are_left_out() {
-        let text = "fl=(1) /a/crates/gpu/src/one.rs\nfn=(1) one\nfl=(2) /rustc/core/src/option.rs\n\
-                    fn=(2) two\nfl=(3) crates/gpu/examples/arena_paths.rs\nfn=(3) three\n";
-        let own = own_functions(text);
+        let root = tree::root();
+        let text = format!(
+            "fl=(1) {0}/crates/gpu/src/one.rs\nfn=(1) one\nfl=(2) /rustc/core/src/option.rs\n\
+             fn=(2) two\nfl=(3) {0}/crates/gpu/examples/arena_paths.rs\nfn=(3) three\n",
+            root.display()
+        );
+        let own = own_functions(&text);
         assert_eq!(own.into_iter().collect::<Vec<_>>(), [("crates/gpu/src/one.rs", "one")]);
     }
 }

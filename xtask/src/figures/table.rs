@@ -50,7 +50,10 @@ pub(super) const SUBJECTS: &[(&str, &str)] = &[
     ("gpu", "an arena on a GPU, over the simulation: calls, bytes, order; some minutes"),
     ("faults", "faults that were found and fixed: what goes wrong now, with a real ONNX Runtime"),
     ("measured", "requests that are measured: errors, costs, overload; over an hour"),
-    ("traffic", "streams whose clients stop reading: a minute"),
+    (
+        "traffic",
+        "streams, mixed loads beside a limit on large requests, a request's path: half an hour",
+    ),
     ("room", "requests that wait for room, evictions of models, leaks: some 75 minutes"),
     ("engines", "ONNX Runtime in a service, and the C library: half an hour"),
     (
@@ -121,7 +124,9 @@ pub(super) const ROWS: &[Row] = &[
         row("measured", "measured.oom_kills", Bench("overload -- --survive 60 --seed 1")),
         &[("overload.survive.oom_kills", "measured.oom_kills")],
     ),
-    row("traffic", "traffic.", Bench("overload -- --streams")),
+    row("traffic", "traffic.cold_s traffic.sse. traffic.unread.", Bench("overload -- --streams")),
+    row("traffic", "traffic.mixed. traffic.model_loads", Bench("overload -- --mixed 10")),
+    row("traffic", "traffic.request.", Own(paths::measure_request)),
     row("room", "room.schedules.", Bench("room -- schedules")),
     row("room", "room.zipf.", Bench("room -- zipf")),
     row("room", "room.cache.", Bench("room -- cache")),

@@ -1,0 +1,336 @@
+//! Mixed loads: small requests beside large ones, slow clients, and a model that is used now and
+//! then.
+//!
+//! Each round sends the same load to lowtide with its defaults and to the hardest rival that a user
+//! could choose: jemalloc's three settings and a limit on the routes of large requests, the highest
+//! one with which the service survives each of some runs. Clients send their next request when the
+//! last one was answered, after a pause. The first mix is fixed, the others are drawn by the seed.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use axum::extract::{DefaultBodyLimit, State};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use bytes::Bytes;
+use common::figures::{Figures, count, median, part, quantile};
+use common::http::{client, send};
+use common::process::{self, Process};
+use futures_util::future::{BoxFuture, join_all};
+use http::{Request, StatusCode};
+use lowtide::admission::Managed;
+use lowtide::{BoxError, ByteSize, Cost, Memory};
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tower::limit::GlobalConcurrencyLimitLayer;
+
+use crate::cell::{Cell, LIMIT, Service};
+use crate::chance::Chance;
+
+/// The time of a run, and that of the search for the rival's limit.
+const LASTS: Duration = Duration::from_secs(8);
+/// The limits of the rival that are tried, the highest first. With one it always survives.
+const LIMITS: [usize; 9] = [16, 12, 10, 8, 6, 4, 3, 2, 1];
+const THREE: &str = "background_thread:true,dirty_decay_ms:1000,muzzy_decay_ms:0";
+const MODEL: usize = 48 << 20;
+const FORM: usize = 4 << 20;
+const SLOW: usize = 2 << 20;
+/// What a slow client sends each 100 ms.
+const SLOW_PIECE: usize = 51 << 10;
+/// A small request computes on so many bytes.
+const PAGE: usize = 16 << 10;
+
+/// The clients of each class at once, and the MiB of their bodies of JSON.
+#[derive(Clone, Copy, Debug)]
+struct Mix {
+    small: usize,
+    large: usize,
+    mib: [usize; 4],
+    forms: usize,
+    slow: usize,
+}
+
+impl Mix {
+    const FIRST: Self = Self { small: 16, large: 14, mib: [1, 2, 4, 8], forms: 3, slow: 2 };
+
+    fn drawn(chance: &mut Chance) -> Self {
+        let mut draw = |from, to: usize| {
+            from + usize::try_from(chance.bits() >> 33).unwrap_or(0) % (to - from)
+        };
+        let (small, large) = (draw(8, 33), draw(6, 17));
+        let mib = std::array::from_fn(|_| draw(1, 9));
+        Self { small, large, mib, forms: draw(1, 6), slow: draw(0, 4) }
+    }
+}
+
+/// Serves until standard input ends: under lowtide, or with a limit on large requests.
+pub(crate) async fn serve(limit: Option<usize>) -> Result<(), BoxError> {
+    let mut large = Router::new().route("/ingest", post(ingest)).route("/upload", post(upload));
+    let mut app = Router::new().route("/small", post(small));
+    let loads = Arc::new(AtomicU64::new(0));
+    let load = {
+        let loads = Arc::clone(&loads);
+        move || {
+            loads.fetch_add(1, Ordering::Relaxed);
+            vec![1_u8; MODEL]
+        }
+    };
+    let memory = if let Some(limit) = limit {
+        large = large.layer(GlobalConcurrencyLimitLayer::new(limit));
+        let model = OnceLock::new();
+        app = app.route("/embed", post(async move || sum(model.get_or_init(load))));
+        None
+    } else {
+        let memory = Memory::start()?;
+        let model = memory.managed("model", move || Ok(load()));
+        let model = model.cost(Cost::host(ByteSize::of(MODEL))).register()?;
+        app = app.route("/embed", post(embed).with_state(model));
+        Some(memory)
+    };
+    app = app.merge(large).layer(DefaultBodyLimit::disable());
+    if let Some(memory) = &memory {
+        app = app.layer(memory.layer());
+    }
+    let app = app.route("/loads", get(async move || loads.load(Ordering::Relaxed).to_string()));
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
+    println!("{}", listener.local_addr()?);
+    tokio::spawn(async { axum::serve(listener, app).await });
+    let until = || std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+    tokio::task::spawn_blocking(until).await??;
+    drop(memory);
+    Ok(())
+}
+
+fn sum(bytes: &[u8]) -> String {
+    bytes.iter().step_by(64).map(|byte| u64::from(*byte)).sum::<u64>().to_string()
+}
+
+async fn small(body: Json<Value>) -> String {
+    sum(&vec![u8::from(body.is_object()); PAGE])
+}
+
+async fn ingest(body: Json<Value>) -> String {
+    // The database.
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    body.as_array().map_or(0, Vec::len).to_string()
+}
+
+async fn upload(body: Bytes) -> String {
+    sum(&body)
+}
+
+async fn embed(State(model): State<Managed<Vec<u8>>>) -> Result<String, StatusCode> {
+    let model = model.acquire().await.map_err(|_| StatusCode::SERVICE_UNAVAILABLE)?;
+    Ok(sum(&model))
+}
+
+/// An answer: its class, its status, its time in milliseconds and the bytes of the request.
+type Answer = (&'static str, Option<StatusCode>, f64, usize);
+
+/// What came of a run.
+struct Outcome {
+    answers: Vec<Answer>,
+    /// The seconds of CPU of the service.
+    cpu: f64,
+    loads: u64,
+    kills: u64,
+}
+
+impl Outcome {
+    /// Returns the MiB of bodies served.
+    fn served(&self) -> f64 {
+        let served = self.answers.iter().filter(|answer| answer.1 == Some(StatusCode::OK));
+        served.map(|answer| answer.3 as f64 / f64::from(1 << 20)).sum()
+    }
+
+    fn small(&self, part: f64) -> f64 {
+        let small = self.answers.iter().filter(|answer| answer.0 == "small");
+        quantile(&small.map(|answer| answer.2).collect::<Vec<_>>(), part)
+    }
+
+    fn count(&self, is_it: impl Fn(&Answer) -> bool) -> u64 {
+        self.answers.iter().filter(|answer| is_it(answer)).count() as u64
+    }
+}
+
+/// Sends the load to one of the services.
+fn run_once(base: &Cell, mix: Mix, limit: Option<usize>) -> Result<Outcome, BoxError> {
+    let cell = Cell { service: Service::Mixed { limit }, ..base.clone() };
+    let mut command = common::own()?;
+    command.args(["--serve", &serde_json::to_string(&cell)?]);
+    if limit.is_some() {
+        command.env("_RJEM_MALLOC_CONF", THREE);
+    }
+    let mut service = Process::start_in_group(&command, LIMIT)?;
+    let to = service.first_line()?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let answers = runtime.block_on(offer(to, mix));
+    let nanos = process::threads(service.child.id()).unwrap_or_default();
+    let cpu = nanos.iter().map(|(_, nanos)| Duration::from_nanos(*nanos).as_secs_f64()).sum();
+    let loads = runtime.block_on(common::http::get(&client(), &format!("http://{to}/loads")));
+    let loads = loads.ok().and_then(|text| text.parse().ok()).unwrap_or(0);
+    let kills = service.end();
+    Ok(Outcome { answers, cpu, loads, kills })
+}
+
+async fn offer(to: SocketAddr, mix: Mix) -> Vec<Answer> {
+    let end = Instant::now() + LASTS;
+    let text = Bytes::from(json!({ "key": 7, "note": "x".repeat(200) }).to_string());
+    let bodies = mix.mib.map(|mib| customers(mib << 20));
+    let (form, slow) = (Bytes::from(vec![7; FORM]), customers(SLOW));
+    let mut clients: Vec<BoxFuture<'_, Vec<Answer>>> = Vec::new();
+    let mut add = |class, path, many: usize, bodies: &[Bytes], pause| {
+        for nth in 0..many {
+            let bodies = bodies.iter().cycle().skip(nth).take(bodies.len()).cloned().collect();
+            clients.push(Box::pin(ask(to, class, path, bodies, Duration::from_millis(pause), end)));
+        }
+    };
+    add("small", "/small", mix.small, &[text], 5);
+    add("large", "/ingest", mix.large, &bodies, 50);
+    add("large", "/upload", mix.forms, &[form], 50);
+    add("model", "/embed", 2, &[Bytes::new()], 100);
+    clients
+        .extend((0..mix.slow).map(|_| Box::pin(drip(to, slow.clone(), end)) as BoxFuture<'_, _>));
+    join_all(clients).await.concat()
+}
+
+/// Records of about so many bytes in all, which take some five times as much once they are parsed.
+fn customers(bytes: usize) -> Bytes {
+    let notes =
+        "orders on Mondays, pays within thirty days, and asks for a call before. ".repeat(3);
+    let record = |id| json!({ "id": id, "name": format!("customer {id}"), "notes": notes });
+    let count = bytes / record(0).to_string().len();
+    Value::from((0..count).map(record).collect::<Vec<_>>()).to_string().into()
+}
+
+/// Sends one request after the other, until one is not answered.
+async fn ask(
+    to: SocketAddr,
+    class: &'static str,
+    path: &'static str,
+    bodies: Vec<Bytes>,
+    pause: Duration,
+    end: Instant,
+) -> Vec<Answer> {
+    let (http, mut answers) = (client(), Vec::new());
+    for body in bodies.iter().cycle() {
+        let (begun, length) = (Instant::now(), body.len());
+        if begun >= end {
+            break;
+        }
+        let request = Request::post(format!("http://{to}{path}"));
+        let request = request.header("content-type", "application/json");
+        let status = send(&http, request, body.clone()).await.ok().map(|(status, _)| status);
+        answers.push((class, status, begun.elapsed().as_secs_f64() * 1e3, length));
+        let Some(status) = status else { break };
+        let is_served = status == StatusCode::OK;
+        tokio::time::sleep(if is_served { pause } else { Duration::from_millis(100) }).await;
+    }
+    answers
+}
+
+/// Sends bodies at half a MiB in a second.
+async fn drip(to: SocketAddr, body: Bytes, end: Instant) -> Vec<Answer> {
+    let mut answers = Vec::new();
+    while Instant::now() < end {
+        let begun = Instant::now();
+        let sent = async {
+            let mut connection = TcpStream::connect(to).await?;
+            let head = format!(
+                "POST /ingest HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\
+                 content-type: application/json\r\ncontent-length: {}\r\n\r\n",
+                body.len()
+            );
+            connection.write_all(head.as_bytes()).await?;
+            for piece in body.chunks(SLOW_PIECE) {
+                connection.write_all(piece).await?;
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+            let mut answer = Vec::new();
+            connection.read_to_end(&mut answer).await?;
+            let status = answer.get(9..12).ok_or("no answer")?;
+            Ok::<_, BoxError>(StatusCode::from_bytes(status)?)
+        };
+        let status = sent.await.ok();
+        answers.push(("slow", status, begun.elapsed().as_secs_f64() * 1e3, body.len()));
+        if status.is_none() {
+            break;
+        }
+    }
+    answers
+}
+
+/// Runs so many rounds of each mix, and adds the figures. Returns `true` if lowtide's service
+/// survived each.
+pub(crate) fn run(base: &Cell, rounds: u32, figures: &mut Figures) -> Result<bool, BoxError> {
+    let mut chance = Chance(base.seed);
+    println!("seed {}", base.seed);
+    let drawn: [Mix; 2] = std::array::from_fn(|_| Mix::drawn(&mut chance));
+    let [mut goodput, mut p50, mut p99, mut cpu] = [const { Vec::new() }; 4];
+    let [mut kills, mut rejected, mut lost, mut loads] = [0; 4];
+    for mix in [Mix::FIRST, drawn[0], drawn[1]] {
+        let limit = rival(base, mix, 2 * rounds)?;
+        let mut ratios: [Vec<f64>; 4] = Default::default();
+        let mut most = 0;
+        for round in 0..rounds {
+            let (theirs, ours);
+            if round % 2 == 0 {
+                ours = run_once(base, mix, None)?;
+                theirs = run_once(base, mix, Some(limit))?;
+            } else {
+                theirs = run_once(base, mix, Some(limit))?;
+                ours = run_once(base, mix, None)?;
+            }
+            let each = |of: &dyn Fn(&Outcome) -> f64| part(of(&ours), of(&theirs));
+            ratios[0].push(each(&Outcome::served));
+            ratios[1].push(each(&|of| of.small(0.5)));
+            ratios[2].push(each(&|of| of.small(0.99)));
+            ratios[3].push(each(&|of| part(of.cpu, of.served())));
+            kills += ours.kills;
+            let rejection = Some(StatusCode::SERVICE_UNAVAILABLE);
+            rejected += ours.count(|(class, status, ..)| *class == "large" && *status == rejection);
+            lost += ours
+                .count(|(class, status, ..)| *class == "slow" && *status != Some(StatusCode::OK));
+            most = most.max(ours.loads);
+        }
+        let medians = ratios.each_ref().map(|of| median(of));
+        println!("{mix:?}, rival's limit {limit}: goodput, p50, p99, CPU {medians:.2?}");
+        for (all, median) in [&mut goodput, &mut p50, &mut p99, &mut cpu].into_iter().zip(medians) {
+            all.push(median);
+        }
+        loads = loads.max(most);
+    }
+    let worst = |of: &[f64]| quantile(of, 1.0);
+    let mut timed =
+        |name: &str, value| figures.add(format!("traffic.mixed.{name}"), value, "ratio");
+    timed("goodput_ratio", quantile(&goodput, 0.0));
+    timed("goodput_median_ratio", median(&goodput));
+    timed("small_p50_ratio", worst(&p50));
+    timed("small_p99_ratio", worst(&p99));
+    timed("cpu_ratio", worst(&cpu));
+    // The first load, and those after it at the pace of the worst run.
+    let more = count(loads).max(1.0) - 1.0;
+    figures.add("traffic.model_loads", 1.0 + more * 40.0 / LASTS.as_secs_f64(), "loads in 40 s");
+    figures.at_most("traffic.mixed.large_503", count(rejected), "requests", 0.0);
+    figures.at_most("traffic.mixed.slow_lost", count(lost), "requests", 0.0);
+    figures.at_most("traffic.mixed.kills", count(kills), "kills", 0.0);
+    Ok(kills == 0)
+}
+
+/// Returns the highest limit with which the rival survives so many runs.
+fn rival(base: &Cell, mix: Mix, runs: u32) -> Result<usize, BoxError> {
+    'limits: for limit in LIMITS {
+        for run in 0..runs {
+            let killed = run_once(base, mix, Some(limit))?.kills > 0;
+            if killed {
+                println!("the rival's limit {limit}: killed in run {} of {runs}", run + 1);
+                continue 'limits;
+            }
+        }
+        return Ok(limit);
+    }
+    Err("the rival survives no limit".into())
+}
