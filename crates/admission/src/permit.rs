@@ -134,6 +134,7 @@ impl Permit {
     }
 
     /// Returns the host memory that it has reserved, or reserves again when it resumes.
+    #[inline]
     #[must_use]
     pub fn claim(&self) -> ByteSize {
         let suspended = self.request().and_then(|request| request.claim);
@@ -350,6 +351,7 @@ impl Permit {
     }
 
     /// Returns `true` if its reservation is suspended.
+    #[inline]
     #[must_use]
     pub fn is_suspended(&self) -> bool {
         self.request().is_some_and(|request| request.claim.is_some())

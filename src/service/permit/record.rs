@@ -67,6 +67,7 @@ pub(super) const TRIAL: u16 = 1 << 7;
 pub(super) const REGISTERED: u16 = 1 << 8;
 
 impl Progress {
+    #[inline]
     pub(super) fn has(&self, flags: u16) -> bool {
         self.0.load(Ordering::Acquire) & flags != 0
     }
