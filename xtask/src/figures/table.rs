@@ -149,7 +149,7 @@ pub(super) const ROWS: &[Row] = &[
         &[("overload.survive.oom_kills", "room.oom_kills")],
     ),
     row("engines", "engines.ort. engines.large.", Script(".ci/engines --figures")),
-    row("engines", "engines.rust. engines.torch. engines.c.", Bench("c")),
+    row("engines", "engines.rust. engines.c.", Bench("c")),
     row("questions", "questions.metrics", Own(small::measure_metrics)),
     row("questions", "questions.panels", Own(small::measure_panels)),
     row("questions", "questions.alerts.leak_", Own(alerts::measure_leaks)),
