@@ -38,7 +38,6 @@ const PARTS: &[(&str, Measure)] = &[
     ("killed", check::killed),
     ("leases", handles::leases),
     ("pairs", lanes::pairs),
-    ("stores", handles::stores),
     ("torture", check::torture),
     ("trace", handles::traces),
     ("views", lanes::views),

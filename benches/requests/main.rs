@@ -60,7 +60,7 @@ fn run(cli: &Cli) -> Result<bool, BoxError> {
         return be(counted, cli.steps).map(|()| true);
     }
     if let Some(order) = &cli.client {
-        return accuracy::be_clients(serde_json::from_str(order)?).map(|()| true);
+        return accuracy::be_clients(order).map(|()| true);
     }
     let mut figures = Figures::default();
     learned(&mut figures);

@@ -16,7 +16,6 @@ use crate::tree::root;
 const SHORT: &[&str] = &[
     "bench --locked --bench c",
     "bench --locked --bench control -- --counted",
-    "bench --locked --bench fit -- --runs 0",
     "bench --locked --bench gpu -- --part compact --part leases --part views --part wake",
     "bench --locked --bench idle -- --counted",
     "bench --locked --bench index -- --counted",
