@@ -15,7 +15,7 @@ use std::ptr;
 use std::sync::Arc;
 
 use clap::Parser;
-use common::callgrind;
+use common::callgrind::{Counted, per_step};
 use common::figures::Figures;
 use libloading::Library;
 use lowtide_gpu::clock::SystemClock;
@@ -33,18 +33,15 @@ const GOAL: f64 = 150.0;
 /// What the C ABI costs.
 #[derive(Clone, Debug, Parser)]
 struct Cli {
-    /// Be the process whose instructions are counted.
-    #[arg(long, hide = true)]
-    be: Option<String>,
-    #[arg(long, hide = true, default_value_t = 0)]
-    pairs: usize,
+    #[command(flatten)]
+    counted: Counted,
 }
 
 fn main() -> ExitCode {
-    common::main(|cli: Cli| {
-        match cli.be.as_deref() {
-            Some("rust") => rust(cli.pairs)?,
-            Some(_) => c(cli.pairs)?,
+    common::main(|Cli { counted: Counted { be, steps } }| {
+        match be.as_deref() {
+            Some("rust") => rust(steps)?,
+            Some(_) => c(steps)?,
             None => return Ok(measure()?),
         }
         Ok(true)
@@ -54,9 +51,8 @@ fn main() -> ExitCode {
 /// Measures the figures; returns whether the goals hold.
 fn measure() -> Result<bool, String> {
     let mut figures = Figures::default();
-    let of = |kind: &str| callgrind::per_step(&["--be", kind, "--pairs"], PAIRS);
-    let rust = of("rust")?;
-    let c = of("c")? - rust;
+    let rust = per_step("rust", PAIRS)?;
+    let c = per_step("c", PAIRS)? - rust;
     figures.add("engines.rust.pair_instructions", rust, "instructions");
     figures.at_most("engines.c.pair_instructions", c, "instructions", GOAL);
     Ok(figures.print())

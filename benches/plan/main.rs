@@ -35,17 +35,11 @@ use crate::random::{Gaps, Kind};
 /// The capacity of the instances of MiniMalloc's challenging set.
 const CAPACITY: u64 = 1_048_576;
 
-/// The instances, as they lie beside the tests: the name, the file, and the seconds for the
-/// smallest peak. Those of the set have the capacity in their files' names.
-const INSTANCES: [(&str, &str, u64); 12] = [
-    ("A", "A.1048576.csv", 10),
-    ("B", "B.1048576.csv", 10),
-    ("C", "C.1048576.csv", 10),
-    ("D", "D.1048576.csv", 10),
-    ("E", "E.1048576.csv", 10),
-    ("F", "F.1048576.csv", 10),
-    ("I", "I.1048576.csv", 10),
-    ("J", "J.1048576.csv", 10),
+/// The instances of the set, whose files have the capacity in their names.
+const SET: [&str; 8] = ["A", "B", "C", "D", "E", "F", "I", "J"];
+/// The other instances, as they lie beside the tests: the name, the file, and the seconds for the
+/// smallest peak.
+const MODELS: [(&str, &str, u64); 4] = [
     ("resnet50", "resnet50.csv", 10),
     ("G_1", "G_1.csv", 10),
     ("pangu_2.6B", "pangu_2.6B.csv.gz", 2),
@@ -98,8 +92,10 @@ fn main() -> ExitCode {
     common::main(|cli: Cli| {
         let mut figures = Figures::new(cli.counted);
         let mut ratios = Vec::new();
-        for (name, file, seconds) in INSTANCES {
-            let problem = read(file);
+        let set = SET.map(|name| (name, format!("{name}.{CAPACITY}.csv"), 10));
+        let models = MODELS.map(|(name, file, seconds)| (name, file.to_owned(), seconds));
+        for (name, file, seconds) in set.into_iter().chain(models) {
+            let problem = read(&file);
             let budget = Duration::from_secs(seconds);
             ratios.extend(measure(&mut figures, name, &problem, budget, &cli));
         }

@@ -16,7 +16,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::Parser;
-use common::callgrind;
+use common::callgrind::{Counted, per_step};
 use common::figures::Figures;
 use hyper::server::conn::http1;
 use hyper_util::rt::TokioIo;
@@ -40,11 +40,8 @@ struct Cli {
     /// Only instructions.
     #[arg(long)]
     count: bool,
-    /// Be the process whose instructions are counted.
-    #[arg(long, hide = true)]
-    be: Option<String>,
-    #[arg(long, hide = true, default_value_t = 0)]
-    steps: usize,
+    #[command(flatten)]
+    counted: Counted,
     /// Be the clients.
     #[arg(long, hide = true)]
     client: Option<String>,
@@ -56,8 +53,8 @@ fn main() -> ExitCode {
 
 /// Returns whether every goal held.
 fn run(cli: &Cli) -> Result<bool, BoxError> {
-    if let Some(counted) = &cli.be {
-        return be(counted, cli.steps).map(|()| true);
+    if let Some(counted) = &cli.counted.be {
+        return be(counted, cli.counted.steps).map(|()| true);
     }
     if let Some(order) = &cli.client {
         return accuracy::be_clients(order).map(|()| true);
@@ -198,7 +195,7 @@ async fn hello(admission: Option<&Admission>, requests: usize) -> Result<(), Box
 fn instructions(figures: &mut Figures) -> Result<(), BoxError> {
     let count = |counted: &str| {
         let steps = if counted.starts_with("hello") { HELLOS } else { POLLS };
-        callgrind::per_step(&["--be", counted, "--steps"], steps)
+        per_step(counted, steps)
     };
     let more = |of: &str| Ok::<_, BoxError>(count(of)? - count(&format!("{of}-bare"))?);
     let mut add = |name: &str, value, unit, most| {
