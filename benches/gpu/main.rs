@@ -6,9 +6,6 @@
 //! Exit codes: 0 every goal held; 1 one was missed, or a part failed.
 #![expect(clippy::print_stderr, reason = "a program that shows something")]
 
-extern crate common;
-
-mod check;
 #[path = "../../tests/memory/device_schedules.rs"]
 mod device_schedules;
 mod handles;
@@ -35,10 +32,8 @@ type Measure = fn(&mut Figures) -> Result<(), BoxError>;
 const PARTS: &[(&str, Measure)] = &[
     ("compact", compact),
     ("devices", devices),
-    ("killed", check::killed),
     ("leases", handles::leases),
     ("pairs", lanes::pairs),
-    ("torture", check::torture),
     ("trace", handles::traces),
     ("views", lanes::views),
     ("wake", handles::wake),
@@ -57,9 +52,6 @@ fn part_names() -> Vec<&'static str> {
 }
 
 fn main() -> ExitCode {
-    if let Some(code) = check::child() {
-        return ExitCode::from(code);
-    }
     common::main(|cli: Cli| {
         let is_wanted =
             |name: &str| cli.part.is_empty() || cli.part.iter().any(|part| part == name);

@@ -34,7 +34,7 @@ const SHORT: &[&str] = &[
 /// Those that take longer.
 const LONG: &[&str] = &[
     "bench --locked --bench flight -- --counted",
-    "bench --locked --bench gpu -- --part devices --part killed --part trace",
+    "bench --locked --bench gpu -- --part devices --part trace",
     "bench --locked --bench room -- schedules",
     "bench --locked --bench room -- zipf",
     "xtask figures arena --only warm.functions --only drop.functions \

@@ -88,8 +88,6 @@ pub(super) const ROWS: &[Row] = &[
     row("gpu", "gpu.context_waits gpu.compact.", Bench("gpu -- --part compact")),
     row("gpu", "gpu.trace.", Bench("gpu -- --part trace")),
     row("gpu", "gpu.wake.", Bench("gpu -- --part wake")),
-    row("gpu", "gpu.torture.", Bench("gpu -- --part torture")),
-    row("gpu", "gpu.killed_part.", Bench("gpu -- --part killed")),
     row("gpu", "gpu.lease.", Bench("gpu -- --part leases")),
     row("gpu", "gpu.devices.", Bench("gpu -- --part devices")),
     row("gpu", "gpu.pair. gpu.forward.", Bench("gpu -- --part pairs")),
