@@ -8,15 +8,16 @@
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
 #![expect(unsafe_code, reason = "C functions are called by their address")]
 
-use std::ffi::{CString, c_int, c_void};
+use std::ffi::{c_int, c_void};
 use std::hint::black_box;
 use std::process::ExitCode;
 use std::ptr;
 use std::sync::Arc;
 
 use clap::Parser;
-use common::callgrind;
+use common::callgrind::{Counted, per_step};
 use common::figures::Figures;
+use libloading::Library;
 use lowtide_gpu::clock::SystemClock;
 use lowtide_gpu::driver::StreamHandle;
 use lowtide_gpu::{ArenaConfig, BoxError, ByteSize, DeviceArena, HostDriver, Region};
@@ -32,18 +33,15 @@ const GOAL: f64 = 150.0;
 /// What the C ABI costs.
 #[derive(Clone, Debug, Parser)]
 struct Cli {
-    /// Be the process whose instructions are counted.
-    #[arg(long, hide = true)]
-    be: Option<String>,
-    #[arg(long, hide = true, default_value_t = 0)]
-    pairs: usize,
+    #[command(flatten)]
+    counted: Counted,
 }
 
 fn main() -> ExitCode {
-    common::main(|cli: Cli| {
-        match cli.be.as_deref() {
-            Some("rust") => rust(cli.pairs)?,
-            Some(kind) => c(kind == "torch", cli.pairs)?,
+    common::main(|Cli { counted: Counted { be, steps } }| {
+        match be.as_deref() {
+            Some("rust") => rust(steps)?,
+            Some(_) => c(steps)?,
             None => return Ok(measure()?),
         }
         Ok(true)
@@ -53,11 +51,9 @@ fn main() -> ExitCode {
 /// Measures the figures; returns whether the goals hold.
 fn measure() -> Result<bool, String> {
     let mut figures = Figures::default();
-    let of = |kind: &str| callgrind::per_step(&["--be", kind, "--pairs"], PAIRS);
-    let rust = of("rust")?;
-    let [c, torch] = [of("c")? - rust, of("torch")? - rust];
+    let rust = per_step("rust", PAIRS)?;
+    let c = per_step("c", PAIRS)? - rust;
     figures.add("engines.rust.pair_instructions", rust, "instructions");
-    figures.add("engines.torch.pair_instructions", torch, "instructions");
     figures.at_most("engines.c.pair_instructions", c, "instructions", GOAL);
     Ok(figures.print())
 }
@@ -77,33 +73,21 @@ fn rust(pairs: usize) -> Result<(), BoxError> {
 }
 
 type Open = unsafe extern "C" fn(*const lowtide_c::Options, *mut u64) -> c_int;
-type SetDefault = unsafe extern "C" fn(u64) -> c_int;
 type Alloc = unsafe extern "C" fn(u64, c_int, usize, usize, *mut c_void, *mut *mut c_void) -> c_int;
 type Free = unsafe extern "C" fn(u64, c_int, *mut c_void, *mut c_void) -> c_int;
-type TorchAlloc = unsafe extern "C" fn(isize, c_int, *mut c_void) -> *mut c_void;
-type TorchFree = unsafe extern "C" fn(*mut c_void, isize, c_int, *mut c_void);
 
-/// The pairs through the library, by its own functions or as PyTorch calls it.
-fn c(is_torch: bool, pairs: usize) -> Result<(), BoxError> {
+/// The pairs through the library.
+fn c(pairs: usize) -> Result<(), BoxError> {
     // Cargo built it beside this program.
     let path = std::env::current_exe()?.with_file_name("liblowtide_c.so");
-    let path = CString::new(path.to_string_lossy().as_bytes())?;
-    // SAFETY: a C string; the library's initialisers are Rust's own, which start nothing.
-    let library = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
-    if library.is_null() {
-        return Err("liblowtide_c.so does not load".into());
-    }
-    macro_rules! function {
-        ($name:literal, $type:ty) => {{
-            // SAFETY: a library that stays loaded, and a C string.
-            let found = unsafe { libc::dlsym(library, $name.as_ptr()) };
-            if found.is_null() {
-                return Err(format!("the library has no {:?}", $name).into());
-            }
-            // SAFETY: not null, and the function of this name in the header has this type.
-            unsafe { std::mem::transmute::<*mut c_void, $type>(found) }
-        }};
-    }
+    // SAFETY: its initialisers are Rust's own, which start nothing.
+    let library = std::mem::ManuallyDrop::new(unsafe { Library::new(path) }?);
+    // SAFETY: the function of this name in the header has this type.
+    let open: Open = *unsafe { library.get::<Open>(c"lowtide_open") }?;
+    // SAFETY: as above.
+    let alloc: Alloc = *unsafe { library.get::<Alloc>(c"lowtide_alloc") }?;
+    // SAFETY: as above.
+    let free: Free = *unsafe { library.get::<Free>(c"lowtide_free") }?;
     let mut allocator = 0;
     let options = lowtide_c::Options {
         struct_size: size_of::<lowtide_c::Options>(),
@@ -114,28 +98,13 @@ fn c(is_torch: bool, pairs: usize) -> Result<(), BoxError> {
         reserve_bytes: 0,
         decay_ms: 0,
     };
-    let (open, set_default) =
-        (function!(c"lowtide_open", Open), function!(c"lowtide_set_default", SetDefault));
     // SAFETY: options of their size, and a place for the handle.
     let opened = unsafe { open(&raw const options, &raw mut allocator) };
-    // SAFETY: takes a number.
-    let chosen = unsafe { set_default(allocator) };
-    if (opened, chosen) != (0, 0) {
+    if opened != 0 {
         return Err("the library opens no allocator".into());
     }
     let stream: *mut c_void = ptr::without_provenance_mut(STREAM);
-    let (alloc, free) = (function!(c"lowtide_alloc", Alloc), function!(c"lowtide_free", Free));
-    let torch_alloc = function!(c"lowtide_torch_alloc", TorchAlloc);
-    let torch_free = function!(c"lowtide_torch_free", TorchFree);
     for _ in 0..pairs {
-        if is_torch {
-            let size = black_box(SIZE.cast_signed());
-            // SAFETY: the host driver has no streams.
-            let block = unsafe { torch_alloc(size, 0, stream) };
-            // SAFETY: as above; nothing uses the block.
-            unsafe { torch_free(black_box(block), size, 0, stream) };
-            continue;
-        }
         let mut block = ptr::null_mut();
         // SAFETY: a place for the address; the host driver has no streams.
         let had = unsafe { alloc(allocator, 0, black_box(SIZE), 0, stream, &raw mut block) };

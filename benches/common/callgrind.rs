@@ -22,16 +22,26 @@ pub fn instructions(command: &mut Command) -> Result<f64, String> {
         .ok_or_else(|| format!("valgrind: {}", text.lines().last().unwrap_or_default()))
 }
 
+/// The arguments of a program that runs itself to have its instructions counted.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Counted {
+    /// Be the process whose instructions are counted, of this kind.
+    #[arg(long, hide = true)]
+    pub be: Option<String>,
+    #[arg(long, hide = true, default_value_t = 0)]
+    pub steps: usize,
+}
+
 /// Returns the instructions of a step of this program: of a run of three times so many steps less a
-/// run of them once, so that start and end do not count. The last argument is the number of steps.
+/// run of them once, so that start and end do not count.
 ///
 /// # Errors
 /// Those of [`instructions`].
-pub fn per_step(arguments: &[&str], steps: u32) -> Result<f64, String> {
+pub fn per_step(kind: &str, steps: u32) -> Result<f64, String> {
     let program = std::env::current_exe().map_err(|error| error.to_string())?;
     let of = |steps: u32| {
         let mut command = callgrind(&program);
-        instructions(command.arg("--bench").args(arguments).arg(steps.to_string()))
+        instructions(command.args(["--bench", "--be", kind, "--steps", &steps.to_string()]))
     };
     Ok((of(3 * steps)? - of(steps)?) / f64::from(2 * steps))
 }

@@ -22,13 +22,15 @@ pub mod sim;
 #[path = "../replay/trace.rs"]
 pub mod trace;
 
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
+use axum::Router;
 use bytes::Bytes;
 use clap::Parser;
 use lowtide::{BoxError, ByteSize};
+use tokio::net::TcpListener;
 
 use crate::process::Process;
 
@@ -77,6 +79,22 @@ pub fn serve(arguments: &[&str], limit: ByteSize) -> Result<(Process, SocketAddr
     let mut service = Process::start_in_group(&command, limit)?;
     let address = service.first_line()?;
     Ok((service, address))
+}
+
+/// Serves these routes at an address that it prints, until standard input ends.
+#[expect(clippy::print_stdout, reason = "the program that started this one reads it")]
+pub async fn listen(routes: Router) -> Result<(), BoxError> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
+    println!("{}", listener.local_addr()?);
+    let routes = routes.into_make_service_with_connect_info::<SocketAddr>();
+    tokio::spawn(async { axum::serve(listener, routes).await });
+    told_to_end().await
+}
+
+/// Waits until standard input ends.
+pub async fn told_to_end() -> Result<(), BoxError> {
+    let until = || std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+    Ok(tokio::task::spawn_blocking(until).await?.map(drop)?)
 }
 
 /// Builds the proxy with the profile of this program, and returns its path.

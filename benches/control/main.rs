@@ -14,12 +14,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::Parser;
-use common::figures::{Figures, count, median, quantile};
+use common::figures::{Figures, count, median};
 use common::process::nanos_of;
 use lowtide::clock::{Bell, Clock as _, SystemClock};
 use lowtide::device::Region;
 use lowtide::{BoxError, ByteSize, Memory};
-use lowtide_admission::{Admission, Budget, Cost, Managed, Signals};
+use lowtide_admission::{Admission, Budget, Cost, Signals};
 use lowtide_heap::{HeapProbe, thread_totals};
 use tokio::sync::Semaphore;
 
@@ -49,8 +49,6 @@ struct Cli {
 
 const TURNS: u32 = 1_000_000;
 const COST: ByteSize = ByteSize::kib(64);
-/// The time of an unload.
-const LONG: Duration = Duration::from_millis(500);
 const DEADLINE: Duration = Duration::from_secs(20);
 /// The process whose sampler is watched, with blocks of a granule each: every other one is given
 /// back, so that each stands in a mapping of its own.
@@ -144,8 +142,7 @@ fn beside(turn: &(impl Fn() + Sync)) -> f64 {
     })
 }
 
-/// Resources that load on demand: what a use costs, and whether anybody waits for another's
-/// unloading.
+/// Resources that load on demand: what a use costs.
 fn managed(rounds: usize, figures: &mut Figures) -> Result<(), BoxError> {
     let memory = Memory::builder().start()?;
     let hot = memory.managed("hot", || Ok(7_u64)).register()?;
@@ -154,36 +151,8 @@ fn managed(rounds: usize, figures: &mut Figures) -> Result<(), BoxError> {
         let nanos = alone(|| drop(black_box(hot.acquire_blocking())));
         figures.timed("managed.acquire_ns", nanos, "ns", 100.0);
     }
-    figures.timed("managed.other_wait_ms", waits(&memory, &hot)?, "ms", 1.0);
     let ended = memory.shutdown_blocking(DEADLINE);
     if ended.is_clean() { Ok(()) } else { Err(ended.to_string().into()) }
-}
-
-/// The longest wait in milliseconds of those who use one resource while another one is unloaded.
-fn waits(memory: &Memory, hot: &Managed<u64>) -> Result<f64, BoxError> {
-    let slow = memory.managed("slow", || Ok(())).unload(|()| std::thread::sleep(LONG));
-    let slow = slow.register()?;
-    drop(slow.acquire_blocking()?);
-    let over = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        let unloading = scope.spawn(|| {
-            let unloaded = slow.unload_now(DEADLINE);
-            over.store(true, Ordering::Release);
-            unloaded
-        });
-        let mut waits = Vec::new();
-        while !over.load(Ordering::Acquire) {
-            let start = Instant::now();
-            drop(black_box(hot.acquire_blocking()));
-            waits.push(start.elapsed().as_secs_f64() * 1e3);
-            std::thread::sleep(Duration::from_micros(100));
-        }
-        match unloading.join() {
-            // The longest of thousands is the scheduler's time slice on a busy machine.
-            Ok(Ok(true)) if !waits.is_empty() => Ok(quantile(&waits, 0.999)),
-            other => Err(format!("the slow resource was not unloaded: {other:?}").into()),
-        }
-    })
 }
 
 /// The cost of the control loop: its thread's time on a processor while a request is held, so that

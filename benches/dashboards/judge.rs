@@ -90,22 +90,20 @@ pub(crate) async fn boards(
             Found::Constant | Found::Changing => continue,
         };
         // Who may be empty may be constant as well.
-        let named = PANELS.iter().find(|named| {
-            named.title == query.title
-                && named.letters.contains(&query.letter)
-                && (named.may_be_empty || !is_empty)
+        let named = exceptions().find(|[kind, title, letters, _]| {
+            let is_kind = *kind == "empty" || *kind == "constant" && !is_empty;
+            is_kind && *title == query.title && letters.contains(&query.letter)
         });
         let fault = format!("{} / {} {}: {what}", query.board, query.title, query.letter);
-        let is_bad = report.fault(fault, named.map(|named| named.why));
+        let is_bad = report.fault(fault, named.map(|[.., why]| why));
         (if is_bad { &mut bad } else { &mut excused }).insert(query.panel());
     }
-    for named in PANELS {
+    for [_, title, letters, _] in exceptions().filter(|[kind, ..]| *kind != "rule") {
         let has = |letter: &str| {
-            queries.iter().any(|one| one.title == named.title && one.letter.contains(letter))
+            queries.iter().any(|one| one.title == title && one.letter.contains(letter))
         };
-        let exists = has("") && named.letters.split("").all(has);
-        let what = || format!("{} {}: named, and no such query", named.title, named.letters);
-        report.expect(exists, what);
+        let exists = has("") && letters.trim_matches('-').split("").all(has);
+        report.expect(exists, || format!("{title} {letters}: named, and no such query"));
     }
     let all: BTreeSet<_> = queries.iter().map(Query::panel).collect();
     let [panels, annotations] = [false, true].map(|is_annotation| {
@@ -136,8 +134,9 @@ pub(crate) async fn rules(
         if rule["type"] == "recording"
             && found(&prometheus.range(&name, time).await?) == Found::Nothing
         {
-            let why = RULES.iter().find(|(known, _)| *known == name).map(|(_, why)| *why);
-            without += usize::from(report.fault(format!("{name}: no series"), why));
+            let named = exceptions().find(|[kind, known, ..]| *kind == "rule" && *known == name);
+            without +=
+                usize::from(report.fault(format!("{name}: no series"), named.map(|[.., why]| why)));
         }
     }
     report.expect(all > 0, || "Prometheus has read no rules".to_owned());
@@ -217,56 +216,10 @@ fn read() -> Result<Vec<Query>, BoxError> {
 // Series that may be empty or constant on a machine without a GPU, each with its reason.
 // Invariant: what is not named here has series that change.
 
-/// Queries of a panel that may lack something.
-#[derive(Clone, Copy, Debug)]
-struct Named {
-    title: &'static str,
-    /// The letters of its queries.
-    letters: &'static str,
-    /// `true` if they may have no series at all; otherwise they may have none that changes.
-    may_be_empty: bool,
-    why: &'static str,
+const EXCEPTIONS: &str = include_str!("exceptions.tsv");
+
+/// Returns the kind, the title, the letters and the reason of each exception.
+fn exceptions() -> impl Iterator<Item = [&'static str; 4]> {
+    let rows = EXCEPTIONS.lines().filter(|line| !line.starts_with('#'));
+    rows.filter_map(|line| line.split('\t').collect::<Vec<_>>().try_into().ok())
 }
-
-const fn constant(title: &'static str, letters: &'static str, why: &'static str) -> Named {
-    Named { title, letters, may_be_empty: false, why }
-}
-
-const fn empty(title: &'static str, letters: &'static str, why: &'static str) -> Named {
-    Named { title, letters, may_be_empty: true, why }
-}
-
-const LIMIT: &str = "a limit stands while the process lives";
-const CGROUP: &str = "needs a memory cgroup of its own, and one that reaches its limit";
-const STAND_IN: &str = "the simulated device has one size, and its context uses no memory";
-const FAULTLESS: &str = "an error that the load does not cause";
-const MOMENT: &str = "activations live briefly, and samples fall between two of them";
-const TRUSTED: &str = "the proxy trusts its estimates, and its ceiling is set";
-const SHORTAGE: &str = "an arena is never short here: admission rejects requests before";
-const LIVES: &str = "no process ends and starts under the same address";
-
-/// The panels and annotations.
-const PANELS: &[Named] = &[
-    empty("restart", "", LIVES),
-    empty("OOM kill", "", CGROUP),
-    empty("OOM kills", "A", CGROUP),
-    constant("Diagnostics", "A", "diagnostics are found at the start"),
-    constant("Physical memory and limit", "D", LIMIT),
-    constant("Heap after quiet times", "AB", "needs more than an hour of data"),
-    constant("Reserved and allowance", "C", TRUSTED),
-    constant("Budget of the first device", "C", LIMIT),
-    constant("Correction factor", "A", TRUSTED),
-    empty("Failures", "A", SHORTAGE),
-    empty("Failures", "BCD", FAULTLESS),
-    constant("Device memory by owner", "BC", STAND_IN),
-    empty("Limits and stalls", "AB", CGROUP),
-    constant("Waits and suspensions", "B", "bodies arrive at once here"),
-    constant("Heap by kind", "F", "no page is muzzy in the profile balanced"),
-    constant("Idle, holes and pending, by arena", "C", MOMENT),
-];
-
-/// Recording rules that may make no series.
-const RULES: &[(&str, &str)] = &[
-    ("instance:lowtide_pressure_limit_fast:hours", "needs an hour of data"),
-    ("instance:lowtide_pressure_limit_slow:hours", "needs six hours of data"),
-];

@@ -4,7 +4,6 @@
 //!
 //! Invariant: no process outlives the bench.
 
-use std::fmt::Write as _;
 use std::net::SocketAddr;
 use std::ops::Range;
 use std::path::Path;
@@ -18,6 +17,7 @@ use common::http::{Http, client, get, send};
 use common::process::{Process, free_port};
 use http::Request;
 use lowtide::BoxError;
+use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde_json::Value;
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
@@ -146,7 +146,8 @@ impl Prometheus {
 
     /// The series of an expression, at each second of the time.
     pub(crate) async fn range(&self, expr: &str, time: &Range<u64>) -> Result<Value, BoxError> {
-        let (query, start, end) = (encoded(expr), time.start, time.end);
+        let (start, end) = (time.start, time.end);
+        let query = utf8_percent_encode(expr, NON_ALPHANUMERIC);
         self.api(&format!("query_range?query={query}&start={start}&end={end}&step=1")).await
     }
 
@@ -156,19 +157,6 @@ impl Prometheus {
         let mut answer: Value = serde_json::from_str(&text)?;
         Ok(answer["data"].take())
     }
-}
-
-/// As a query of an address has it.
-fn encoded(text: &str) -> String {
-    let mut encoded = String::new();
-    for byte in text.bytes() {
-        if byte.is_ascii_alphanumeric() {
-            encoded.push(byte.into());
-        } else {
-            let _ = write!(encoded, "%{byte:02X}");
-        }
-    }
-    encoded
 }
 
 // The load: what a day brings, in a minute and a quarter.

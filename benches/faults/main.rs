@@ -22,7 +22,6 @@ use common::figures::{Figures, count};
 use common::http::{Http, client, get as get_from, send};
 use common::process::group;
 use http::{Request, StatusCode};
-use lowtide::service::{ContentLength, MemoryLayer};
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_admission::{Level, RejectReason};
 use serde::{Deserialize, Serialize};
@@ -45,6 +44,8 @@ enum Part {
     Readme,
     /// A request that grows to a hundred times its claim.
     Runaway,
+    #[value(hide = true)]
+    Serve,
 }
 
 /// Known faults, reproduced.
@@ -55,19 +56,12 @@ struct Cli {
     /// Runs each less often.
     #[arg(long)]
     ci: bool,
-    /// Is the service of the part.
-    #[arg(long, hide = true)]
-    serve: bool,
 }
 
 fn main() -> ExitCode {
     common::main(|cli: Cli| {
-        if let (Some(part), true) = (cli.part, cli.serve) {
-            match part {
-                Part::Readme => serve_readme()?,
-                Part::Runaway => serve_runaway()?,
-            }
-            return Ok(true);
+        if cli.part == Some(Part::Serve) {
+            return serve().map(|()| true);
         }
         if let Err(reason) = group(LIMIT) {
             println!("skipped: {reason}");
@@ -83,13 +77,6 @@ fn main() -> ExitCode {
         }
         Ok(figures.print())
     })
-}
-
-/// Serves the routes at an address that it prints.
-async fn listen(routes: Router) -> Result<(), BoxError> {
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
-    println!("{}", listener.local_addr()?);
-    Ok(axum::serve(listener, routes).await?)
 }
 
 /// What the clients see.
@@ -161,7 +148,7 @@ fn readme(runtime: &Runtime, is_sample: bool, figures: &mut Figures) -> Result<(
     for (kind, body) in [("ones", Bytes::from(ones)), ("objects", objects.into())] {
         let mut kills = 0;
         for _ in 0..runs {
-            let (service, address) = common::serve(&["readme", "--serve"], LIMIT)?;
+            let (service, address) = common::serve(&["serve"], LIMIT)?;
             let [small, big] = runtime.block_on(load_readme(address, &body));
             kills += service.end();
             figures.add(format!("faults.readme.{kind}.small_served"), small, "requests/run");
@@ -179,20 +166,6 @@ async fn load_readme(address: SocketAddr, big: &Bytes) -> [f64; 2] {
     sleep(Duration::from_secs(5)).await;
     end(clients, &counts).await;
     counts.served.each_ref().map(|served| count(served.load(Relaxed)))
-}
-
-/// The README's service, with a handler for JSON in place of one for text.
-#[tokio::main]
-async fn serve_readme() -> Result<(), BoxError> {
-    let memory = Memory::builder().start()?;
-    let estimate = ContentLength::new(ByteSize::mib(2)).factor(2.0).least(ByteSize::kib(16));
-    let parse = |Json(value): Json<Value>| async move {
-        sleep(Duration::from_millis(50)).await;
-        value.as_array().map_or(0, Vec::len).to_string()
-    };
-    let routes = Router::new().route("/json", post(parse));
-    let routes = routes.layer(MemoryLayer::new(memory.admission().clone(), estimate));
-    listen(routes.layer(DefaultBodyLimit::max(10 << 20))).await
 }
 
 /// Big requests hold twice their body for [`WORK`]: 128 MiB together.
@@ -221,7 +194,7 @@ fn runaway(runtime: &Runtime, is_sample: bool, figures: &mut Figures) -> Result<
     let runs = if is_sample { 2 } else { 20 };
     let (mut ended, mut harmed) = (0, 0);
     for run in 1..=runs {
-        let (service, address) = common::serve(&["runaway", "--serve"], LIMIT)?;
+        let (service, address) = common::serve(&["serve"], LIMIT)?;
         let (status, failed, report) = runtime.block_on(load_runaway(address))?;
         let is_killed = service.end() > 0;
         println!("{run}: {status:?}, {failed} failed, {report:?}, killed: {is_killed}");
@@ -260,11 +233,16 @@ async fn load_runaway(address: SocketAddr) -> Result<(Option<u16>, u64, Report),
     Ok((status, counts.failed.load(Relaxed), report))
 }
 
+/// The README's service, with handlers for both parts.
 #[tokio::main]
-async fn serve_runaway() -> Result<(), BoxError> {
-    let memory = Memory::builder().start()?;
+async fn serve() -> Result<(), BoxError> {
+    let memory = Memory::start()?;
     let (is_running, is_critical) = (Arc::default(), Arc::default());
     watch(&memory, &is_running, &is_critical)?;
+    let parse = |Json(value): Json<Value>| async move {
+        sleep(Duration::from_millis(50)).await;
+        value.as_array().map_or(0, Vec::len).to_string()
+    };
     let work = |body: Bytes| async move {
         let copy = body.to_vec();
         sleep(WORK).await;
@@ -283,9 +261,10 @@ async fn serve_runaway() -> Result<(), BoxError> {
         let cancelled = admission.stats().rejected_total(RejectReason::Outgrown);
         Json(Report { is_critical: is_critical.load(Relaxed), cancelled })
     };
-    let routes = Router::new().route("/work", post(work)).route("/import/{pieces}", post(import));
-    let routes = routes.layer(memory.layer()).layer(DefaultBodyLimit::max(2 * BIG));
-    listen(routes.route("/report", get(report))).await
+    let routes = Router::new().route("/json", post(parse)).route("/work", post(work));
+    let routes = routes.route("/import/{pieces}", post(import)).layer(memory.layer());
+    let routes = routes.layer(DefaultBodyLimit::max(10 << 20)).route("/report", get(report));
+    common::listen(routes).await
 }
 
 /// Records whether the level is critical from when the import runs. Ends with the process.

@@ -1,19 +1,14 @@
-//! The admin command `fit`: random schedules without real memory, and a service in a real cgroup.
+//! The admin command `fit` in a real cgroup; `crates/admission/tests/admission/fits.rs` runs random
+//! schedules of it in virtual time.
 //!
-//! `cargo bench -p lowtide-benches --bench fit`. In a run, a service under load in a cgroup of 1
-//! GiB gets the command to fit in 512 MiB, the limit is lowered as soon as it fits, and raised
-//! again. A schedule does the same in virtual time with another process, load and limit each; see
-//! `crates/admission/tests/admission/sim/fit.rs`.
+//! In a run, a service under load in a cgroup of 1 GiB gets the command to fit in 512 MiB, the limit is
+//! lowered as soon as it fits, and raised again.
 //!
 //! Exit codes: 0 all goals held; 1 one was missed, or something could not be measured.
 #![expect(clippy::print_stdout, reason = "a program that prints figures")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
-#[path = "../../crates/admission/tests/admission/sim/mod.rs"]
-#[allow(dead_code, reason = "the bench `controller` uses more of it")]
-mod sim;
-
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -34,7 +29,6 @@ use lowtide::admission::{Cost, Managed};
 use lowtide::service::{Endpoints, MemoryLayer};
 use lowtide::{BoxError, ByteSize, Memory};
 use serde_json::Value;
-use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 
 use common::chance::Chance;
@@ -44,72 +38,34 @@ lowtide::global_allocator!(balanced);
 /// The longest time until the service fits.
 const SECONDS_MAX: f64 = 5.0;
 
-/// The admin command fit: schedules in virtual time, runs in a cgroup.
+/// The admin command fit: runs in a cgroup.
 #[derive(Debug, Parser)]
 struct Cli {
-    /// The number of random schedules.
-    #[arg(long, default_value_t = 100)]
-    seeds: u64,
-    /// The first seed.
-    #[arg(long, default_value_t = 0)]
-    from: u64,
-    /// The number of runs in a cgroup; 0 for none.
-    #[arg(long, default_value_t = 5)]
-    runs: u64,
     /// Is the service.
     #[arg(long, hide = true)]
     serve: bool,
 }
 
 fn main() -> ExitCode {
-    common::main(|cli: Cli| {
-        if cli.serve {
-            return serve().map(|()| true);
-        }
-        let mut figures = Figures::default();
-        let schedules = schedules(&cli, &mut figures);
-        runs(cli.runs, &mut figures)?;
-        Ok(figures.print() && schedules)
-    })
+    common::main(|cli: Cli| if cli.serve { serve().map(|()| true) } else { measure() })
 }
 
-/// Runs the schedules. Returns `true` if no claim failed.
-fn schedules(cli: &Cli, figures: &mut Figures) -> bool {
-    let (mut possible, mut refused, mut failed) = (0, 0, 0);
-    for seed in cli.from..cli.from + cli.seeds {
-        match sim::fit::run(seed) {
-            Ok(seen) => {
-                possible += u64::from(seen.possible);
-                if seen.possible && seen.seconds.is_none() {
-                    refused += 1;
-                    println!("seed {seed}: {seen:?}");
-                }
-            }
-            Err(fault) => {
-                failed += 1;
-                println!("seed {seed}: {fault}");
-            }
-        }
-    }
-    println!("of {} schedules, {possible} are possible", cli.seeds);
-    figures.at_most("fleet.fit.refused_although_possible", count(refused), "schedules", 0.0);
-    failed == 0
-}
+/// The runs in a cgroup.
+const RUNS: u64 = 5;
 
-/// Runs the service, and adds its figures.
-fn runs(runs: u64, figures: &mut Figures) -> Result<(), BoxError> {
+/// Runs the service, and prints the figures. Returns `true` if every goal held.
+fn measure() -> Result<bool, BoxError> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let (mut seconds, mut kills) = (0.0_f64, 0);
-    for nth in 0..runs {
+    for nth in 0..RUNS {
         let (of_run, killed) = runtime.block_on(run(nth))?;
         seconds = seconds.max(of_run);
         kills += killed;
     }
-    if runs > 0 {
-        figures.at_most("fleet.fit.seconds", seconds, "s", SECONDS_MAX);
-        figures.at_most("fleet.fit.kills", count(kills), "kills", 0.0);
-    }
-    Ok(())
+    let mut figures = Figures::default();
+    figures.at_most("fleet.fit.seconds", seconds, "s", SECONDS_MAX);
+    figures.at_most("fleet.fit.kills", count(kills), "kills", 0.0);
+    Ok(figures.print())
 }
 
 // One run in a real cgroup: a service under load fits in half of its limit, the limit is lowered
@@ -262,13 +218,7 @@ pub(crate) fn serve() -> Result<(), BoxError> {
         .with_state(Arc::<[_]>::from(models))
         .layer(layer)
         .merge(endpoints);
-    let service = routes.into_make_service_with_connect_info::<SocketAddr>();
-    let listener = runtime.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0)))?;
-    let at = listener.local_addr()?;
-    println!("{at}");
-    runtime.spawn(async move { axum::serve(listener, service).await });
-    std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
-    Ok(())
+    runtime.block_on(common::listen(routes))
 }
 
 fn model(memory: &Memory, nth: usize) -> Result<Managed<Vec<u8>>, BoxError> {

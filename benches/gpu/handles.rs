@@ -10,8 +10,7 @@ use common::figures::{Figures, count};
 use common::player::Player;
 use common::sim::Bed;
 use common::trace::Trace;
-use lowtide::clock::{Clock as _, SystemClock};
-use lowtide::device::driver::TouchedMemory;
+use lowtide::clock::Clock as _;
 use lowtide::{BoxError, ByteSize};
 use lowtide_cuda_sim::trial::FaultInjectingDriver;
 use lowtide_cuda_sim::{Call, SimOptions};
@@ -106,26 +105,6 @@ fn calls_before_lease(stores_max: ByteSize, is_ring: bool) -> Result<u64, BoxErr
     drop(block);
     arena.close()?;
     Ok(most)
-}
-
-/// Measures the first touch of memory by one thread over that by two, by turns.
-#[expect(unsafe_code, reason = "memory that was touched is unmapped")]
-pub(crate) fn stores(figures: &mut Figures) -> Result<(), BoxError> {
-    const ROUNDS: usize = 15;
-    let (clock, mut times) = (SystemClock::new(), [Vec::new(), Vec::new()]);
-    for _ in 0..ROUNDS {
-        for (threads, times) in (1..).zip(&mut times) {
-            let start = clock.now();
-            let memory = TouchedMemory::map(ByteSize::mib(256), None, threads)?;
-            times.push(clock.now() - start);
-            // SAFETY: nothing uses it.
-            unsafe { memory.unmap() }?;
-        }
-    }
-    times.iter_mut().for_each(|times| times.sort_unstable());
-    let [one, two] = times.map(|times| times[ROUNDS / 2].as_secs_f64());
-    figures.at_least("gpu.stores.touch_threads_ratio", one / two, "x", 1.8);
-    Ok(())
 }
 
 /// The seeds of the large traces.

@@ -6,9 +6,6 @@
 //! Exit codes: 0 every goal held; 1 one was missed, or a part failed.
 #![expect(clippy::print_stderr, reason = "a program that shows something")]
 
-extern crate common;
-
-mod check;
 #[path = "../../tests/memory/device_schedules.rs"]
 mod device_schedules;
 mod handles;
@@ -35,11 +32,8 @@ type Measure = fn(&mut Figures) -> Result<(), BoxError>;
 const PARTS: &[(&str, Measure)] = &[
     ("compact", compact),
     ("devices", devices),
-    ("killed", check::killed),
     ("leases", handles::leases),
     ("pairs", lanes::pairs),
-    ("stores", handles::stores),
-    ("torture", check::torture),
     ("trace", handles::traces),
     ("views", lanes::views),
     ("wake", handles::wake),
@@ -58,9 +52,6 @@ fn part_names() -> Vec<&'static str> {
 }
 
 fn main() -> ExitCode {
-    if let Some(code) = check::child() {
-        return ExitCode::from(code);
-    }
     common::main(|cli: Cli| {
         let is_wanted =
             |name: &str| cli.part.is_empty() || cli.part.iter().any(|part| part == name);
@@ -81,21 +72,14 @@ fn main() -> ExitCode {
 /// lost. Each schedule has devices of its own.
 fn devices(figures: &mut Figures) -> Result<(), BoxError> {
     const SCHEDULES: u64 = 10_000;
-    const THREADS_MAX: u64 = 8;
-    let threads = thread::available_parallelism().map_or(1, |count| count.get() as u64);
-    let threads = threads.min(THREADS_MAX);
-    let part = |devices, first| {
-        let seeds = (first..SCHEDULES).step_by(usize::try_from(threads).unwrap_or(1));
-        let found = seeds.map(move |seed| device_schedules::faults(seed, devices).0);
-        found.inspect(|all| all.iter().for_each(|fault| eprintln!("{fault}"))).map(|it| it.len())
+    let run = |devices| {
+        let all = (0..SCHEDULES).flat_map(|seed| device_schedules::faults(seed, devices).0);
+        all.inspect(|fault| eprintln!("{fault}")).count()
     };
     let all = thread::scope(|scope| {
-        let running: Vec<_> = [2, 8]
-            .into_iter()
-            .flat_map(|devices| (0..threads).map(move |first| (devices, first)))
-            .map(|(devices, first)| scope.spawn(move || part(devices, first).sum::<usize>()))
-            .collect();
-        running.into_iter().map(thread::ScopedJoinHandle::join).sum::<Result<usize, _>>()
+        let eight = scope.spawn(|| run(8));
+        let two = run(2);
+        eight.join().map(|eight| two + eight)
     });
     let all = all.map_err(|_| "a thread panicked")?;
     figures.at_most("gpu.devices.faults", count(all as u64), "faults", 0.0);

@@ -1,8 +1,7 @@
 //! Idle: what the crate costs a service that does nothing.
 //!
-//! Child processes of this program stand idle side by side: without a `Memory`, with one that has
-//! its default settings, and with one that wants no jemalloc threads. From outside they are read
-//! for CPU time by thread, threads by name and resident memory, so that reading costs them
+//! Child processes of this program stand idle side by side: without a `Memory`, and with one that has
+//! its default settings. From outside they are read for CPU time by thread, threads by name and resident memory, so that reading costs them
 //! nothing. The time that starting takes is measured in processes of their own.
 //!
 //! Invariant: what a managed process has and a bare one has not is a started `Memory` with an arena
@@ -25,9 +24,8 @@ use lowtide::{BoxError, Memory};
 
 lowtide::global_allocator!(balanced);
 
-/// The kinds of processes: a recorder of metrics and no `Memory`; one with its default settings;
-/// one that wants no jemalloc threads.
-const KINDS: [&str; 3] = ["bare", "managed", "no_threads"];
+/// The kinds of processes: a recorder of metrics and no `Memory`; one with its default settings.
+const KINDS: [&str; 2] = ["bare", "managed"];
 /// Processes of each kind that stand idle.
 const OF_EACH: usize = 3;
 /// After the start, before CPU time is counted: what starting left to do is done then.
@@ -64,11 +62,7 @@ fn main() -> ExitCode {
 /// Is such a process until standard input ends, or with `start_only` until it has started.
 fn be(kind: &str, start_only: bool) -> Result<(), BoxError> {
     let managed = Memory::builder().prometheus()?; // each kind has a recorder
-    let builder = match kind {
-        "bare" => None,
-        "managed" => Some(managed),
-        _ => Some(managed.background_threads(0)),
-    };
+    let builder = (kind == "managed").then_some(managed);
     let before = Instant::now();
     let memory = builder.map(Builder::start);
     let took = before.elapsed();
@@ -134,18 +128,15 @@ fn measure(counted: bool) -> Result<bool, BoxError> {
         let of_kind = idlers.iter().zip(&after).filter(|((of, _), _)| *of == kind);
         median(&of_kind.map(|(_, look)| look[at]).collect::<Vec<_>>())
     };
-    for kind in &KINDS[1..] {
-        let over_bare = |at| of(kind, at) - of("bare", at);
-        let starts = (0..STARTS).map(|_| Ok(start(kind, Some("--start"))?.1));
-        let starts = starts.collect::<Result<Vec<_>, BoxError>>()?;
-        let slowest = starts.iter().copied().fold(0.0, f64::max);
-        let name = |what: &str| format!("idle_{kind}_{what}");
-        figures.at_most(name("threads"), of(kind, 1), "threads", THREADS);
-        figures.add(name("private"), over_bare(3), "MiB");
-        figures.add(name("start_p50"), median(&starts), "ms");
-        figures.timed(&name("cpu"), over_bare(0), "%", CPU_MAX_PERCENT);
-        figures.timed(&name("resident"), over_bare(2), "MiB", RESIDENT_MAX_MIB);
-        figures.timed(&name("start_max"), slowest, "ms", START_MAX_MS);
-    }
+    let over_bare = |at| of("managed", at) - of("bare", at);
+    let starts = (0..STARTS).map(|_| Ok(start("managed", Some("--start"))?.1));
+    let starts = starts.collect::<Result<Vec<_>, BoxError>>()?;
+    let slowest = starts.iter().copied().fold(0.0, f64::max);
+    figures.at_most("idle_managed_threads", of("managed", 1), "threads", THREADS);
+    figures.add("idle_managed_private", over_bare(3), "MiB");
+    figures.add("idle_managed_start_p50", median(&starts), "ms");
+    figures.timed("idle_managed_cpu", over_bare(0), "%", CPU_MAX_PERCENT);
+    figures.timed("idle_managed_resident", over_bare(2), "MiB", RESIDENT_MAX_MIB);
+    figures.timed("idle_managed_start_max", slowest, "ms", START_MAX_MS);
     Ok(figures.print())
 }

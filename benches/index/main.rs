@@ -1,7 +1,7 @@
 //! Index: what the block index costs and how well it places, beside the allocators of its field.
 //!
-//! The same operations from the same seeds go to the index and to the crates `offset-allocator` and
-//! `rlsf`. Failures and instructions do not depend on the machine; times do.
+//! The same operations from the same seeds go to the index and to the crate `offset-allocator`.
+//! Failures and instructions do not depend on the machine; times do.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed.
 #![expect(clippy::print_stdout, reason = "a program that shows something")]
@@ -13,10 +13,10 @@ mod work;
 use std::process::ExitCode;
 
 use clap::Parser;
-use common::callgrind;
+use common::callgrind::{Counted, per_step};
 use common::figures::{Figures, median};
 
-use crate::work::{MIX_LIVE, Mix, Nobody, Offset, Ours, POOL, Peer, SEEDS, Tlsf};
+use crate::work::{MIX_LIVE, Mix, Nobody, Offset, Ours, POOL, Peer, SEEDS};
 
 /// Steps of the timed mix.
 const STEPS: usize = 1_000_000;
@@ -28,11 +28,9 @@ const COUNTED: u32 = 50_000;
 /// What the block index costs and how well it places.
 #[derive(Clone, Debug, Parser)]
 struct Cli {
-    /// Play the mix on this allocator and end: the process whose instructions are counted.
-    #[arg(long, hide = true)]
-    be: Option<String>,
-    #[arg(long, hide = true, default_value_t = 0)]
-    steps: usize,
+    /// Plays the mix on an allocator.
+    #[command(flatten)]
+    role: Counted,
     /// Judges no time, and leaves out what measures nothing else.
     #[arg(long)]
     counted: bool,
@@ -42,8 +40,8 @@ const NO_GOAL: f64 = f64::INFINITY;
 
 fn main() -> ExitCode {
     common::main(|cli: Cli| {
-        if let Some(who) = &cli.be {
-            be(who, cli.steps);
+        if let Some(who) = &cli.role.be {
+            be(who, cli.role.steps);
             return Ok(true);
         }
         let mut figures = Figures::new(cli.counted);
@@ -62,7 +60,6 @@ fn times(figures: &mut Figures) {
     // Ours is named by no peer.
     timed(figures, "", 50.0, || Ours::new(POOL));
     timed(figures, "peer.offset-allocator.", NO_GOAL, || Offset::new(POOL));
-    timed(figures, "peer.rlsf.", NO_GOAL, || Tlsf::new(POOL));
 }
 
 fn timed<P: Peer>(figures: &mut Figures, prefix: &str, goal: f64, make: impl Fn() -> P) {
@@ -83,7 +80,6 @@ fn be(who: &str, steps: usize) {
     match who {
         "ours" => run(Ours::new(POOL), steps),
         "offset-allocator" => run(Offset::new(POOL), steps),
-        "rlsf" => run(Tlsf::new(POOL), steps),
         _ => run(Nobody, steps),
     }
 }
@@ -91,12 +87,10 @@ fn be(who: &str, steps: usize) {
 /// Instructions of an operation of the mix, less those of a loop without an allocator: what chance
 /// and bookkeeping of the bench cost is not counted.
 fn instructions(figures: &mut Figures) {
-    let of = |who: &str| callgrind::per_step(&["--be", who, "--steps"], COUNTED);
-    for (prefix, who, goal) in [
-        ("", "ours", 300.0),
-        ("peer.offset-allocator.", "offset-allocator", NO_GOAL),
-        ("peer.rlsf.", "rlsf", NO_GOAL),
-    ] {
+    let of = |who: &str| per_step(who, COUNTED);
+    for (prefix, who, goal) in
+        [("", "ours", 300.0), ("peer.offset-allocator.", "offset-allocator", NO_GOAL)]
+    {
         let name = format!("{prefix}index.random_mix.instructions");
         match of(who).and_then(|all| Ok(all - of("nobody")?)) {
             Ok(count) => figures.at_most(name, count, "instructions", goal),
@@ -126,8 +120,4 @@ fn metadata(figures: &mut Figures) {
         }
     }
     figures.at_most("index.metadata.bytes_per_block_worst", worst, "bytes", 64.0);
-    let mut pool = Ours::new(POOL);
-    Mix::filled(&mut pool, SEEDS[0], MIX_LIVE).play(&mut pool, STEPS);
-    let each = pool.0.metadata() as f64 / pool.0.blocks().count() as f64;
-    figures.at_most("index.metadata.bytes_per_block", each, "bytes", 64.0);
 }

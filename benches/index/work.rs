@@ -4,11 +4,7 @@
 //! chance costs is never timed; what the clock itself costs is measured and taken off.
 //!
 //! Invariant: a slot holds a live block or none; a failed allocation leaves it empty.
-#![expect(unsafe_code, reason = "`rlsf` takes blocks back by their address")]
-
-use std::alloc::Layout;
 use std::hint::black_box;
-use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -141,7 +137,7 @@ pub(crate) fn load90<P: Peer>(mut peer: P, seed: u64) -> f64 {
     mix.failures as f64
 }
 
-// The pools that are compared: the block index, and the crates `offset-allocator` and `rlsf`.
+// The pools that are compared: the block index, and the crate `offset-allocator`.
 //
 // Invariant: a pool outlives its blocks.
 
@@ -197,39 +193,6 @@ impl Peer for Offset {
 
     fn free(&mut self, block: Allocation) {
         self.0.free(block);
-    }
-}
-
-/// The crate `rlsf`: two-level segregated fit with headers in the blocks.
-///
-/// Headers in the blocks mean that it cannot manage memory that the processor cannot write to, so
-/// it gets host memory and sizes of 1/256. Its times compare; its failures do not.
-pub(crate) struct Tlsf(rlsf::Tlsf<'static, u32, u32, 28, 32>);
-
-impl Tlsf {
-    const SCALE: u64 = 256;
-
-    /// An empty pool that stands for so many bytes.
-    pub(crate) fn new(capacity: u64) -> Self {
-        let size = usize::try_from(capacity / Self::SCALE).unwrap_or(usize::MAX);
-        let mut inner = rlsf::Tlsf::new();
-        let _ = inner.insert_free_block(Box::leak(Box::new_uninit_slice(size)));
-        Self(inner)
-    }
-}
-
-impl Peer for Tlsf {
-    type Handle = NonNull<u8>;
-
-    fn alloc(&mut self, bytes: u64) -> Option<NonNull<u8>> {
-        let size = usize::try_from((bytes / Self::SCALE).max(1)).ok()?;
-        self.0.allocate(Layout::from_size_align(size, 1).ok()?)
-    }
-
-    fn free(&mut self, block: NonNull<u8>) {
-        // SAFETY: the block was allocated with this alignment by `alloc`, from this allocator, and
-        // a bench frees each block once.
-        unsafe { self.0.deallocate(block, 1) };
     }
 }
 

@@ -59,9 +59,7 @@ pub(crate) async fn serve() -> Result<(), BoxError> {
     println!("{}", listener.local_addr()?);
     let listener = connections.listen(listener);
     tokio::spawn(async { axum::serve(listener, ConnectionApp::new(app)).await });
-    let until = || std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
-    tokio::task::spawn_blocking(until).await??;
-    Ok(())
+    common::told_to_end().await
 }
 
 /// The service's memory, and the switch on which answers grow.

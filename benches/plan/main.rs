@@ -28,24 +28,18 @@ use common::process::kernel_value;
 use flate2::read::GzDecoder;
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::SystemClock;
-use lowtide_planner::{Demand, Heuristic, Plan, Planner, Problem};
+use lowtide_planner::{Heuristic, Plan, Planner, Problem};
 
 use crate::random::{Gaps, Kind};
 
 /// The capacity of the instances of MiniMalloc's challenging set.
 const CAPACITY: u64 = 1_048_576;
 
-/// The instances, as they lie beside the tests: the name, the file, and the seconds for the
-/// smallest peak. Those of the set have the capacity in their files' names.
-const INSTANCES: [(&str, &str, u64); 12] = [
-    ("A", "A.1048576.csv", 10),
-    ("B", "B.1048576.csv", 10),
-    ("C", "C.1048576.csv", 10),
-    ("D", "D.1048576.csv", 10),
-    ("E", "E.1048576.csv", 10),
-    ("F", "F.1048576.csv", 10),
-    ("I", "I.1048576.csv", 10),
-    ("J", "J.1048576.csv", 10),
+/// The instances of the set, whose files have the capacity in their names.
+const SET: [&str; 8] = ["A", "B", "C", "D", "E", "F", "I", "J"];
+/// The other instances, as they lie beside the tests: the name, the file, and the seconds for the
+/// smallest peak.
+const MODELS: [(&str, &str, u64); 4] = [
     ("resnet50", "resnet50.csv", 10),
     ("G_1", "G_1.csv", 10),
     ("pangu_2.6B", "pangu_2.6B.csv.gz", 2),
@@ -55,30 +49,16 @@ const INSTANCES: [(&str, &str, u64); 12] = [
 /// The one with the most buffers.
 const LARGEST: &str = "S_1";
 
-/// Lookups of one timed loop.
-const LOOKUPS: usize = 10_000_000;
-
-/// Buffers that are looked up, one after the other, again and again.
-const ORDER: usize = 4096;
-
 /// The largest segment where problems are planned with segments.
 const SEGMENT: u64 = 256 << 10;
 
-/// Buffers of the problem by which one rule is timed.
-const RULE_BUFFERS: u64 = 454;
+/// Times that each instance is solved, and random problems that are compared with brute force.
+const ROUNDS: usize = 5;
+const RANDOM: u64 = 20_000;
 
 /// What the lifetime planner makes of the instances of its field.
 #[derive(Clone, Debug, Parser)]
 struct Cli {
-    /// The number of times that each instance is solved.
-    #[arg(long, default_value_t = 5)]
-    rounds: usize,
-    /// Random problems that are compared with brute force.
-    #[arg(long, default_value_t = 20_000)]
-    random: u64,
-    /// The first of their seeds.
-    #[arg(long, default_value_t = 0)]
-    from: u64,
     /// In some 20 seconds: one round, 200 random problems, less time for segments and the largest;
     /// D and J, which take all the time there is, are not minimised.
     #[arg(long)]
@@ -86,6 +66,12 @@ struct Cli {
     /// Judges no time, and leaves out what measures nothing else.
     #[arg(long)]
     counted: bool,
+}
+
+impl Cli {
+    fn rounds(&self) -> usize {
+        if self.ci { 1 } else { ROUNDS }
+    }
 }
 
 /// The most that figures may be.
@@ -103,23 +89,18 @@ const PROVEN: [&str; 8] = ["A", "B", "C", "E", "F", "I", "resnet50", "G_1"];
 const SECONDS: f64 = 0.5;
 
 fn main() -> ExitCode {
-    common::main(|mut cli: Cli| {
-        if cli.ci {
-            (cli.rounds, cli.random) = (1, cli.random.min(200));
-        }
+    common::main(|cli: Cli| {
         let mut figures = Figures::new(cli.counted);
         let mut ratios = Vec::new();
-        for (name, file, seconds) in INSTANCES {
-            let problem = read(file);
+        let set = SET.map(|name| (name, format!("{name}.{CAPACITY}.csv"), 10));
+        let models = MODELS.map(|(name, file, seconds)| (name, file.to_owned(), seconds));
+        for (name, file, seconds) in set.into_iter().chain(models) {
+            let problem = read(&file);
             let budget = Duration::from_secs(seconds);
             ratios.extend(measure(&mut figures, name, &problem, budget, &cli));
         }
         let mean = ratios.iter().sum::<f64>() / ByteSize::of(ratios.len()).as_f64();
         figures.at_most("plan.set.10ms.mean_peak_per_bound", mean, "ratio", 1.25);
-        if !cli.counted {
-            one_rule(&mut figures, cli.rounds);
-            lookups(&mut figures);
-        }
         against_brute_force(&mut figures, &cli);
         figures.set_goals(GOALS);
         Ok(figures.print())
@@ -151,7 +132,7 @@ fn measure(
     let bound = problem.lower_bound().unwrap_or(ByteSize::MAX);
     let mut ratio_10ms = None;
     if is_of_set {
-        let seconds = median(cli.rounds, || {
+        let seconds = median(cli.rounds(), || {
             let started = Instant::now();
             let plan = solve(problem, Duration::from_secs(20), CAPACITY);
             let found = plan.peak().get() <= CAPACITY;
@@ -159,7 +140,7 @@ fn measure(
         });
         figures.timed(&figure("seconds"), seconds, "s", SECONDS);
         let short = || per(solve(problem, Duration::from_millis(10), 0).peak(), bound);
-        let ratio = median(cli.rounds, short);
+        let ratio = median(cli.rounds(), short);
         figures.add(figure("10ms.peak_per_bound"), ratio, "ratio");
         ratio_10ms = Some(ratio);
     }
@@ -193,7 +174,7 @@ fn least(figures: &mut Figures, name: &str, problem: &Problem, budget: Duration,
     let budget = if cli.ci { budget.min(Duration::from_secs(2)) } else { budget };
     // Forgets the most that was resident, where the system allows.
     drop(std::fs::write("/proc/self/clear_refs", "5"));
-    let mut solved: Vec<(Plan, f64)> = (0..cli.rounds.max(1))
+    let mut solved: Vec<(Plan, f64)> = (0..cli.rounds())
         .map(|_| {
             let started = Instant::now();
             (solve(problem, budget, 0), started.elapsed().as_secs_f64())
@@ -227,52 +208,11 @@ fn solve(problem: &Problem, time: Duration, enough: u64) -> Plan {
 
 /// The median of what it says.
 fn median(rounds: usize, act: impl FnMut() -> f64) -> f64 {
-    figures::median(&std::iter::repeat_with(act).take(rounds.max(1)).collect::<Vec<_>>())
+    figures::median(&std::iter::repeat_with(act).take(rounds).collect::<Vec<_>>())
 }
 
 fn per(one: ByteSize, other: ByteSize) -> f64 {
     one.as_f64() / other.as_f64()
-}
-
-/// Measures one lookup of an offset, in a random order of buffers.
-fn lookups(figures: &mut Figures) {
-    let problem = read(INSTANCES[0].1);
-    let plan = solve(&problem, Duration::from_millis(10), 0);
-    let mut random = random::Random::new(5);
-    let count = problem.demands().len() as u64;
-    let ids: Vec<_> = problem.ids().collect();
-    let order: [_; ORDER] =
-        std::array::from_fn(|_| ids[usize::try_from(random.below(count)).expect("below it")]);
-    let timed = median(5, || {
-        let started = Instant::now();
-        let mut sum = 0_u64;
-        for at in 0..LOOKUPS {
-            sum = sum.wrapping_add(std::hint::black_box(&plan).offset(order[at % ORDER]));
-        }
-        std::hint::black_box(sum);
-        started.elapsed().as_secs_f64()
-    });
-    let each = timed * 1e9 / ByteSize::of(LOOKUPS).as_f64();
-    figures.at_most("plan.lookup_ns", each, "ns", 2.0);
-}
-
-/// Measures a plan by GGML's rule, everything that a plan takes included.
-fn one_rule(figures: &mut Figures, rounds: usize) {
-    let mut random = random::Random::new(9);
-    let mut problem = Problem::new();
-    for at in 0..RULE_BUFFERS {
-        let first = i64::try_from(at).unwrap_or(0);
-        let last = first + i64::try_from(random.below(40)).unwrap_or(0);
-        let size = ByteSize::new(1 + random.below(1 << 20));
-        problem.add(Demand::new("buffer", size, first..last + 1)).expect("a plain buffer");
-    }
-    let each = median(rounds.max(5), || {
-        let started = Instant::now();
-        let plan = problem.plan_by(Heuristic::Ggml);
-        let micros = started.elapsed().as_secs_f64() * 1e6;
-        plan.map_or(f64::INFINITY, |_| micros)
-    });
-    figures.at_most("plan.one_rule_us", each, "us", 100.0);
 }
 
 fn against_brute_force(figures: &mut Figures, cli: &Cli) {
@@ -286,7 +226,8 @@ fn against_brute_force(figures: &mut Figures, cli: &Cli) {
         Kind { aligned: true, gaps: Gaps::Windows, fixed: true, ..Kind::default() },
     ];
     let (mut worse, mut unproved) = (0_u32, 0_u32);
-    for (seed, kind) in (cli.from..cli.from + cli.random).zip(kinds.iter().cycle()) {
+    let random = if cli.ci { 200 } else { RANDOM };
+    for (seed, kind) in (0..random).zip(kinds.iter().cycle()) {
         let (problem, shares) = random::posed(seed, 8, *kind);
         let plan = solve(&problem, Duration::from_secs(10), 0);
         // Where windows slide the search does not look at everything, and says so.
@@ -300,6 +241,6 @@ fn against_brute_force(figures: &mut Figures, cli: &Cli) {
         }
     }
     figures.add("plan.random.windows.not_least", f64::from(unproved), "instances");
-    figures.add("plan.random.instances", ByteSize::new(cli.random).as_f64(), "instances");
+    figures.add("plan.random.instances", ByteSize::new(random).as_f64(), "instances");
     figures.at_most("plan.random.not_optimal", f64::from(worse), "instances", 0.0);
 }

@@ -1,7 +1,7 @@
 //! What the flight recorder costs: its thread in a service under steady load, and its memory.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
-#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that prints figures")]
+#![expect(clippy::print_stdout, reason = "a program that prints figures")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 #![expect(unsafe_code, reason = "an allocator that counts, and the name of a thread")]
 
@@ -88,9 +88,6 @@ fn serve(recording: &Path) -> Result<(), BoxError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let builder = Memory::builder().memory_limit(ByteSize::gib(1));
     let memory = builder.flight_recorder(recording).start()?;
-    for found in memory.report().diagnostics() {
-        eprintln!("{found}");
-    }
     let app =
         Router::new().route("/hold", post(|body: Bytes| async move { body.len().to_string() }));
     let app = app.layer(memory.layer().without_slow_start());

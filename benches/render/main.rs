@@ -1,5 +1,5 @@
 //! Render: what an answer of `/metrics` and of `/memory` costs, with few blocks and with many; and
-//! what the two threads behind it take.
+//! what a tick of the control thread takes.
 //!
 //! A real `Memory` on the host driver, with a recorder for Prometheus; an arena with a thousand
 //! blocks of a few hundred bytes, then with a million. `/memory` is asked for as the page does,
@@ -128,19 +128,17 @@ fn answers(endpoints: &Endpoints, address: &str, answers: usize) -> Result<(f64,
     Ok((median(&times), count(bytes as u64)))
 }
 
-// The costs of the two threads of a `Memory`: the control thread for a tick, the worker for a
-// publication; and of that, writing the series.
+// The costs of the two threads of a `Memory`: the control thread for a tick, and writing the series.
 //
-// Both wait on the clock that the `Memory` was given, and do one turn of their work between two
-// waits. So a clock that writes down what lies between them measures the real loops, over the real
-// kernel and heap, and what they allocate. Between two ticks it takes memory and touches it, so
+// The control thread waits on the clock that the `Memory` was given, and does one turn of its work
+// between two waits. So a clock that writes down what lies between them measures the real loop, over
+// the real kernel and heap, and what it allocates. Between two ticks it takes memory and touches it, so
 // that each finds that something moved: the dear case.
 //
 // Invariant: what the clock does itself lies outside of what it measures.
 
-/// Turns of each kind that are measured.
+/// Turns that are measured.
 const TICKS: usize = 2001;
-const PUBLICATIONS: usize = 501;
 const TIMED: usize = 1001;
 /// The memory that is taken between two ticks: more than the kernel's counters may be behind. All
 /// of it is released at [`HELD_MAX`] pieces, so that the next is new to the kernel as well.
@@ -168,7 +166,6 @@ type Turns = Vec<(f64, bool)>;
 struct Watch {
     clock: SystemClock,
     control: Mutex<Turns>,
-    worker: Mutex<Turns>,
     /// Memory that moves between two ticks, unless it is still.
     held: Mutex<Vec<Vec<u8>>>,
     is_still: AtomicBool,
@@ -177,11 +174,11 @@ struct Watch {
 }
 
 impl Watch {
-    fn ends(&self, of: &Mutex<Turns>) {
+    fn ends(&self) {
         let (now, allocated) = (Instant::now(), thread_totals().map_or(0, |it| it.0));
         if let Some((begun, before)) = BEGUN.take() {
             let took = (now - begun).as_secs_f64() * 1e6;
-            lock(of).push((took, allocated != before));
+            lock(&self.control).push((took, allocated != before));
         }
     }
 
@@ -195,16 +192,16 @@ impl Watch {
     }
 
     /// The median of the next turns in us, and in how many of them something was allocated.
-    fn median(&self, of: &Mutex<Turns>, count: usize) -> Result<(f64, usize), BoxError> {
-        *lock(of) = Vec::with_capacity(1 << 16);
+    fn median(&self, count: usize) -> Result<(f64, usize), BoxError> {
+        *lock(&self.control) = Vec::with_capacity(1 << 16);
         let deadline = Instant::now() + PATIENCE;
-        while lock(of).len() < count {
+        while lock(&self.control).len() < count {
             if Instant::now() > deadline {
                 return Err(format!("{count} turns were not made in {PATIENCE:?}").into());
             }
             std::thread::sleep(Duration::from_millis(5));
         }
-        let turns = std::mem::take(&mut *lock(of));
+        let turns = std::mem::take(&mut *lock(&self.control));
         let took: Vec<_> = turns.iter().take(count).map(|turn| turn.0).collect();
         Ok((median(&took), turns.iter().filter(|turn| turn.1).count()))
     }
@@ -220,16 +217,15 @@ impl Clock for Watch {
     }
 
     fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> bool {
-        let is_control = deadline != Moment::NEVER;
-        self.ends(if is_control { &self.control } else { &self.worker });
-        let until = if is_control {
-            if !self.is_still.load(Ordering::Relaxed) {
-                self.moves_memory();
-            }
-            if self.hurries.load(Ordering::Relaxed) { self.clock.now() } else { deadline }
-        } else {
-            deadline
-        };
+        if deadline == Moment::NEVER {
+            return self.clock.wait_until(bell, deadline); // the worker
+        }
+        self.ends();
+        if !self.is_still.load(Ordering::Relaxed) {
+            self.moves_memory();
+        }
+        let hurries = self.hurries.load(Ordering::Relaxed);
+        let until = if hurries { self.clock.now() } else { deadline };
         let is_rung = self.clock.wait_until(bell, until);
         let allocated = thread_totals().map_or(0, |it| it.0);
         BEGUN.set(Some((Instant::now(), allocated)));
@@ -245,15 +241,12 @@ fn threads(figures: &mut Figures) -> Result<(), BoxError> {
     let memory = builder.metrics_interval(PUBLISHED_EACH).purge_interval(None).start()?;
     let arena = memory.devices().open_arena("weights")?;
     let block = arena.alloc::<u8>(1 << 20, Region::Dynamic)?;
-    let (all, _) = watch.median(&watch.worker, PUBLICATIONS)?;
     figures.timed("publish.median_us", written(&memory)?, "us", GOAL_US);
-    figures.add("publish.woken_us", all, "us");
-
     let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(1)))?;
     watch.hurries.store(true, Ordering::Relaxed);
-    let (tick, allocated) = watch.median(&watch.control, TICKS)?;
+    let (tick, allocated) = watch.median(TICKS)?;
     watch.is_still.store(true, Ordering::Relaxed);
-    let (_, still_allocated) = watch.median(&watch.control, TICKS)?;
+    let (_, still_allocated) = watch.median(TICKS)?;
     watch.hurries.store(false, Ordering::Relaxed);
     figures.timed("tick.median_us", tick, "us", GOAL_TICK_US);
     let allocated = count((allocated + still_allocated) as u64);

@@ -9,7 +9,6 @@
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 #![expect(clippy::cast_precision_loss, reason = "figures of a bench are far below 2^52")]
 
-use std::cell::Cell;
 use std::convert::Infallible;
 use std::ffi::{OsStr, OsString};
 use std::future::{Future as _, Ready, ready};
@@ -23,7 +22,6 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use clap::Parser;
-use common::counting::Counting;
 use common::figures::{Figures, median};
 use http::header::CONTENT_TYPE;
 use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, Version};
@@ -34,14 +32,14 @@ use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
 use lowtide::service::{LOAD_REPORT_STREAM_PATH, MemoryLayer, RequestBody};
 use lowtide::{BoxError, ByteSize, Memory};
+use lowtide_heap::thread_totals;
 use tokio::task::JoinHandle;
 use tonic::service::Routes;
 use tonic::transport::Server;
 use tonic::transport::server::TcpIncoming;
 use tower::{Layer as _, Service};
 
-#[global_allocator]
-static ALLOCATOR: Counting = Counting(note_allocation);
+lowtide::global_allocator!(balanced);
 
 /// What load reports cost, and that a gRPC client reads them.
 #[derive(Debug, Parser)]
@@ -70,17 +68,6 @@ fn main() -> ExitCode {
 /// The calls of one round, and the rounds of each way.
 const CALLS: u32 = 2_000;
 const ROUNDS: usize = 201;
-
-thread_local! {
-    /// The allocations of this thread.
-    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
-}
-
-/// Counts an allocation of the calling thread.
-fn note_allocation() {
-    // A thread that ends may allocate after its values are gone.
-    let _ = ALLOCATIONS.try_with(|count| count.set(count.get() + 1));
-}
 
 /// The report may take this long.
 const GOAL: f64 = 200.0;
@@ -146,7 +133,7 @@ fn measure(is_counted: bool) -> Result<bool, BoxError> {
         let _ = memory.shutdown_blocking(Duration::from_secs(5));
     }
     let memory = builder().clock(Arc::new(ManualClock::new())).start()?;
-    figures.at_most("fleet.report.allocations", allocations(&memory), "allocations", 0.0);
+    figures.at_most("fleet.report.allocations", allocated(&memory)?, "bytes", 0.0);
     let _ = memory.shutdown_blocking(Duration::from_secs(5));
     Ok(figures.print())
 }
@@ -170,18 +157,17 @@ fn compare(with: &mut dyn FnMut(), without: &mut dyn FnMut()) -> f64 {
     with - without
 }
 
-/// Returns the further allocations of a response with a report.
-fn allocations(memory: &Memory) -> f64 {
+/// Returns the further bytes that are allocated for a response with a report.
+fn allocated(memory: &Memory) -> Result<f64, BoxError> {
     let [mut with, mut without] = layers(memory).map(|of| of.layer(tower::service_fn(plain)));
-    let count = |calls: &mut dyn FnMut()| {
+    let bytes = |calls: &mut dyn FnMut()| {
         // The first calls of a route are measured.
         (0..CALLS).for_each(|_| calls());
-        let before = ALLOCATIONS.get();
+        let before = thread_totals()?.0;
         (0..CALLS).for_each(|_| calls());
-        ALLOCATIONS.get() - before
+        Ok::<_, BoxError>((thread_totals()?.0 - before) as f64 / f64::from(CALLS))
     };
-    let [with, without] = [count(&mut || call(&mut with)), count(&mut || call(&mut without))];
-    (with as f64 - without as f64) / f64::from(CALLS)
+    Ok(bytes(&mut || call(&mut with))? - bytes(&mut || call(&mut without))?)
 }
 
 // grpcio, the gRPC library of Python, reads the reports of tonic servers: a client and a decoder

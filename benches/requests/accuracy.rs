@@ -8,10 +8,9 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
 use std::convert::Infallible;
 use std::hint::black_box;
-use std::process::{Child, Stdio};
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -24,6 +23,7 @@ use axum::{Router, extract::DefaultBodyLimit};
 use common::figures::Figures;
 use common::http::client_of;
 use common::own;
+use common::process::Process;
 use futures_util::stream;
 use http::Request;
 use http_body_util::{BodyExt as _, Full};
@@ -33,7 +33,6 @@ use lowtide::service::{MemoryLayer, RequestPermit, scope, scope_blocking};
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_core::sync::lock;
 use lowtide_heap::{Account, HeapProbe};
-use serde::{Deserialize, Serialize};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
@@ -47,15 +46,37 @@ const PEAK_ERROR_MAX: f64 = 512.0 * 1024.0;
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Two looks at the statistics that find the same.
 const LOOK: Duration = Duration::from_millis(25);
+/// Bytes of a MiB.
+const MIB: usize = 1 << 20;
+
+/// The path of a handler, the bytes of the body, and what a request holds at its peak; `None` if that
+/// depends on the speed of the connection.
+type Case = (&'static str, usize, Option<usize>);
+
+/// All cases.
+const CASES: [Case; 9] = [
+    ("collect", 20 * MIB, Some(40 * MIB)),
+    // A Vec that grows doubles its capacity: 16 MiB while 32 are allocated.
+    ("growing", 20 * MIB, Some(48 * MIB)),
+    ("frames", 5 * MIB, Some(5 * MIB)),
+    // And what parsing needs, which is measured apart.
+    ("json", 5 * MIB, Some(5 * MIB)),
+    ("transient", 0, Some(20 * MIB)),
+    ("blocking", 0, Some(10 * MIB)),
+    ("tasks", 0, Some(12 * MIB)),
+    // The clients read these answers late.
+    ("answer", 0, Some(20 * MIB)),
+    ("stream", 0, None),
+];
 
 /// The memory of one request of a case.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Seen {
     /// By jemalloc's statistics.
     held: f64,
     attributed: f64,
-    /// The lowest and the highest peak of a request.
-    peaks: [f64; 2],
+    /// Of each request.
+    peaks: Vec<f64>,
 }
 
 /// Measures all cases, prints them, and adds the figures.
@@ -65,80 +86,64 @@ pub(crate) async fn measure(figures: &mut Figures) -> Result<(), BoxError> {
     let memory = memory.start()?;
     // The largest errors of live bytes and of peaks, and the most bytes that a peak is too low.
     let (mut live, mut worst, mut under) = (0.0_f64, 0.0_f64, 0.0_f64);
+    let error = |found: f64, truth: f64| ((found - truth) / truth.max(MIB as f64)).abs();
     let mut bases = BTreeMap::new();
-    for case in &CASES {
-        for protocol in [1, 2] {
-            for at_once in AT_ONCE {
-                let kind = (format!("{:?}", case.upload), protocol, at_once);
-                let base = match bases.entry(kind) {
-                    Entry::Occupied(entry) => *entry.get(),
-                    Entry::Vacant(entry) => {
-                        let base = seen(&memory, &case.baseline(), protocol, at_once).await?;
-                        *entry.insert(base.held)
-                    }
-                };
-                let mut seen = seen(&memory, case, protocol, at_once).await?;
-                seen.held -= base;
-                let peak = peak_of(case).map(|peak| peak.max(seen.held));
-                println!(
-                    "{}, HTTP/{protocol}, {at_once} at once: {peak:.0?}, {seen:.0?}",
-                    case.name
-                );
-                live = live.max(error(seen.attributed, seen.held).abs());
-                for (truth, found) in
-                    peak.into_iter().flat_map(|truth| seen.peaks.map(|found| (truth, found)))
-                {
-                    under = under.max(truth - found);
-                    if (found - truth).abs() > PEAK_ERROR_MAX {
-                        worst = worst.max(error(found, truth).abs());
-                    }
+    for (path, bytes, peak) in CASES {
+        let parsing = if path == "json" { parsing(bytes)? } else { 0.0 };
+        for (is_http2, requests) in
+            [false, true].into_iter().flat_map(|is| AT_ONCE.map(|n| (is, n)))
+        {
+            let order = |path: &str| (path.to_owned(), bytes, is_http2, requests);
+            // The same without memory of the handler.
+            let base = order(if bytes > 0 { "drain" } else { "hello" });
+            if !bases.contains_key(&base) {
+                let held = seen(&memory, &base).await?.held;
+                bases.insert(base.clone(), held);
+            }
+            let mut seen = seen(&memory, &order(path)).await?;
+            seen.held -= bases[&base];
+            let peak = peak.map(|peak| (peak as f64 + parsing).max(seen.held));
+            println!("{:?}: {peak:.0?}, {seen:.0?}", order(path));
+            live = live.max(error(seen.attributed, seen.held));
+            for (truth, found) in
+                peak.iter().flat_map(|peak| seen.peaks.iter().map(move |it| (peak, it)))
+            {
+                under = under.max(truth - found);
+                if (found - truth).abs() > PEAK_ERROR_MAX {
+                    worst = worst.max(error(*found, *truth));
                 }
             }
         }
     }
-    let name = |what: &str| format!("measured.{what}");
-    figures.at_most(name("live_error_percent"), 100.0 * live, "percent", ERROR_MAX);
-    figures.at_most(name("peak_error_percent"), 100.0 * worst, "percent", ERROR_MAX);
-    figures.add(name("peak_under_kib"), under / 1024.0, "KiB");
+    figures.at_most("measured.live_error_percent", 100.0 * live, "percent", ERROR_MAX);
+    figures.at_most("measured.peak_error_percent", 100.0 * worst, "percent", ERROR_MAX);
+    figures.add("measured.peak_under_kib", under / 1024.0, "KiB");
     Ok(())
 }
 
-/// Returns the error as a part of the truth.
-fn error(found: f64, truth: f64) -> f64 {
-    (found - truth) / truth.max(MIB as f64)
+/// Returns what parsing a body of JSON needs at its peak.
+fn parsing(bytes: usize) -> Result<f64, BoxError> {
+    let text = common::json(bytes);
+    let account = Arc::new(Account::new((), |_, _| ()));
+    account.run(|| serde_json::from_slice::<serde_json::Value>(&text).map(drop))?;
+    Ok(account.memory().peak.get() as f64)
 }
 
-/// Returns the peak of a request by construction; `None` if that is unknown.
-fn peak_of(case: &Case) -> Option<f64> {
-    Some(match case.peak {
-        Known(bytes) => bytes as f64,
-        Unknown => return None,
-        Parsed => {
-            let text = body(case.upload);
-            let parse = || serde_json::from_slice::<serde_json::Value>(&text);
-            let account = Arc::new(Account::new((), |_, _| ()));
-            drop(account.run(parse));
-            text.len() as f64 + account.memory().peak.get() as f64
-        }
-    })
-}
+/// The path of the handler, the bytes of the body, whether over HTTP/2, and how many at once.
+type Order = (String, usize, bool, usize);
 
 /// Runs a case. The buffers of connections depend on chance: the median of some runs.
-async fn seen(
-    memory: &Memory,
-    case: &Case,
-    protocol: u8,
-    at_once: usize,
-) -> Result<Seen, BoxError> {
+async fn seen(memory: &Memory, order: &Order) -> Result<Seen, BoxError> {
     let mut runs = Vec::new();
-    for _ in 0..if at_once == 1 { 5 } else { 3 } {
-        runs.push(run(memory, case, protocol, at_once).await?);
+    for _ in 0..if order.3 == 1 { 5 } else { 3 } {
+        runs.push(run(memory, order).await?);
     }
-    let middle = runs.len() / 2;
-    Ok(*runs.select_nth_unstable_by(middle, |one, other| one.held.total_cmp(&other.held)).1)
+    runs.sort_by(|one, other| one.held.total_cmp(&other.held));
+    Ok(runs.swap_remove(runs.len() / 2))
 }
 
-async fn run(memory: &Memory, case: &Case, protocol: u8, at_once: usize) -> Result<Seen, BoxError> {
+async fn run(memory: &Memory, order: &Order) -> Result<Seen, BoxError> {
+    let requests = order.3;
     let layer = MemoryLayer::new(memory.admission().clone(), Cost::ZERO);
     let stage = Arc::new(Stage::default());
     let service = routes(Arc::clone(&stage)).layer(layer.without_slow_start());
@@ -146,58 +151,26 @@ async fn run(memory: &Memory, case: &Case, protocol: u8, at_once: usize) -> Resu
     let server = listener.local_addr()?;
     let serving = tokio::spawn(async { axum::serve(listener, service).await });
     let before = settled().await?;
-    let order = Order {
-        server,
-        path: case.path.to_owned(),
-        protocol,
-        requests: at_once,
-        upload: case.upload,
-        reads_late: case.reads_late(),
-    };
-    let mut clients = start(&order)?;
+    let mut clients = own()?;
+    clients.arg("--client").arg(serde_json::to_string(&(server, order))?);
+    let mut clients = Process::start(clients)?;
     let start = Instant::now();
-    while stage.waiting.load(Ordering::Acquire) < at_once {
+    while stage.waiting.load(Ordering::Acquire) < requests {
         if start.elapsed() > PATIENCE {
-            return Err(format!(
-                "{}: {} of {at_once} arrived",
-                case.name,
-                stage.waiting.load(Ordering::Acquire)
-            )
-            .into());
+            return Err(format!("{order:?}: not all have arrived").into());
         }
         tokio::time::sleep(LOOK).await;
     }
-    let held = (settled().await? - before) / at_once as f64;
+    let held = (settled().await? - before) / requests as f64;
     let permits = lock(&stage.permits).clone();
-    let attributed = || {
-        let all = permits.iter().filter_map(|permit| permit.memory());
-        all.map(|memory| memory.live.get() as f64).sum::<f64>() / at_once as f64
-    };
-    let now = attributed();
+    let memories = || permits.iter().filter_map(RequestPermit::memory);
+    let attributed = memories().map(|memory| memory.live.get() as f64).sum::<f64>();
     stage.opened.send_replace(true);
-    drop(clients.stdin.take());
-    let status = tokio::task::spawn_blocking(move || clients.wait()).await??;
-    if !status.success() {
-        return Err(format!("{}: the clients ended with {status}", case.name).into());
-    }
+    tokio::task::spawn_blocking(move || clients.finish()).await??;
     settled().await?;
-    let peaks = permits.iter().filter_map(|permit| permit.memory());
-    let peaks: Vec<_> = peaks.map(|memory| memory.peak.get() as f64).collect();
+    let peaks = memories().map(|memory| memory.peak.get() as f64).collect();
     serving.abort();
-    Ok(Seen {
-        held,
-        attributed: now,
-        peaks: [
-            peaks.iter().copied().fold(f64::INFINITY, f64::min),
-            peaks.iter().copied().fold(0.0, f64::max),
-        ],
-    })
-}
-
-fn start(order: &Order) -> Result<Child, BoxError> {
-    let mut command = own()?;
-    command.arg("--client").arg(serde_json::to_string(order)?);
-    Ok(command.stdin(Stdio::piped()).spawn()?)
+    Ok(Seen { held, attributed: attributed / requests as f64, peaks })
 }
 
 /// Returns the live bytes of the process when they do not change any more.
@@ -215,138 +188,41 @@ async fn settled() -> Result<f64, BoxError> {
     Err("the live bytes of the process do not settle".into())
 }
 
-/// What the clients do, as JSON on the command line of their process.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Order {
-    server: std::net::SocketAddr,
-    path: String,
-    protocol: u8,
-    requests: usize,
-    upload: Upload,
-    /// Answers are read when the standard input ends.
-    reads_late: bool,
-}
-
 /// Is the clients: sends all requests at once, each on a connection of its own, and reads the
-/// answers.
+/// answers. Those that are large are read when the standard input ends.
 #[tokio::main(flavor = "current_thread")]
-pub(crate) async fn be_clients(order: Order) -> Result<(), BoxError> {
-    let body = body(order.upload);
+pub(crate) async fn be_clients(order: &str) -> Result<(), BoxError> {
+    let (server, (path, bytes, is_http2, requests)): (SocketAddr, Order) =
+        serde_json::from_str(order)?;
+    let reads_late = path == "answer" || path == "stream";
+    let body = if path == "json" { common::json(bytes) } else { vec![b'x'; bytes].into() };
     let (ended, end) = watch::channel(false);
     std::thread::spawn(move || {
         let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
         ended.send_replace(true);
     });
-    let ask = |mut end: watch::Receiver<bool>, order: Order, body: Bytes| async move {
-        let method = if body.is_empty() { "GET" } else { "POST" };
-        let request = Request::builder()
-            .method(method)
-            .uri(format!("http://{}/{}", order.server, order.path))
-            .body(Full::new(body))?;
-        let http = client_of(order.protocol == 2);
+    let uri = format!("http://{server}/{path}");
+    let ask = |mut end: watch::Receiver<bool>, uri: String, body: Bytes| async move {
+        let request = Request::builder().method(if body.is_empty() { "GET" } else { "POST" });
+        let request = request.uri(&uri).body(Full::new(body))?;
+        let http = client_of(is_http2);
         let mut answer = http.request(request).await?;
-        if order.reads_late {
+        if reads_late {
             end.wait_for(|ended| *ended).await?;
         }
         if !answer.status().is_success() {
-            return Err(format!("/{}: {}", order.path, answer.status()).into());
+            return Err(format!("{uri}: {}", answer.status()).into());
         }
         while let Some(frame) = answer.frame().await {
             drop(frame?);
         }
         Ok::<_, BoxError>(())
     };
-    let all =
-        (0..order.requests).map(|_| tokio::spawn(ask(end.clone(), order.clone(), body.clone())));
+    let all = (0..requests).map(|_| tokio::spawn(ask(end.clone(), uri.clone(), body.clone())));
     for one in all.collect::<Vec<_>>() {
         one.await??;
     }
     Ok(())
-}
-
-/// Returns a body of about this length.
-fn body(upload: Upload) -> Bytes {
-    match upload {
-        Json(bytes) => common::json(bytes),
-        _ => vec![b'x'; upload.bytes()].into(),
-    }
-}
-
-// The cases: handlers, their bodies, and what their requests hold by construction.
-
-/// Bytes of a MiB.
-const MIB: usize = 1 << 20;
-
-/// The body of a request.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-enum Upload {
-    Nothing,
-    Letters(usize),
-    Json(usize),
-}
-
-impl Upload {
-    const fn bytes(self) -> usize {
-        match self {
-            Self::Nothing => 0,
-            Self::Letters(bytes) | Self::Json(bytes) => bytes,
-        }
-    }
-}
-
-/// The bytes that a request holds at its peak.
-#[derive(Clone, Copy, Debug)]
-enum Peak {
-    Known(usize),
-    /// Depends on the speed of the connection.
-    Unknown,
-    /// The body, and what parsing it needs, which is measured apart.
-    Parsed,
-}
-
-/// Requests of one kind.
-#[derive(Clone, Copy, Debug)]
-struct Case {
-    name: &'static str,
-    /// The path of its handler.
-    path: &'static str,
-    upload: Upload,
-    peak: Peak,
-}
-
-const fn case(name: &'static str, path: &'static str, upload: Upload, peak: Peak) -> Case {
-    Case { name, path, upload, peak }
-}
-
-use Peak::{Known, Parsed, Unknown};
-use Upload::{Json, Letters, Nothing};
-
-/// All cases.
-const CASES: [Case; 9] = [
-    case("collects 20 MiB", "collect", Letters(20 * MIB), Known(40 * MIB)),
-    // A Vec doubles its capacity: 16 MiB while 32 are allocated.
-    case("reads 20 MiB into a Vec that grows", "growing", Letters(20 * MIB), Known(48 * MIB)),
-    case("keeps 5 MiB of frames", "frames", Letters(5 * MIB), Known(5 * MIB)),
-    case("parses 5 MiB of JSON", "json", Json(5 * MIB), Parsed),
-    case("frees 20 MiB in the same poll", "transient", Nothing, Known(20 * MIB)),
-    case("spawn_blocking, scoped", "blocking", Nothing, Known(10 * MIB)),
-    case("four tasks, scoped", "tasks", Nothing, Known(12 * MIB)),
-    // The clients read these answers late.
-    case("answers 20 MiB", "answer", Nothing, Known(20 * MIB)),
-    case("streams 20 MiB in pieces of 256 KiB", "stream", Nothing, Unknown),
-];
-
-impl Case {
-    /// Returns `true` if its client reads the answer late.
-    fn reads_late(&self) -> bool {
-        self.path.starts_with("answer") || self.path.starts_with("stream")
-    }
-
-    /// The case without memory of the handler: it reads the body and drops it, if there is one.
-    fn baseline(mut self) -> Self {
-        self.path = if self.upload.bytes() > 0 { "drain" } else { "hello" };
-        self
-    }
 }
 
 // The handler, which waits where its request holds most.

@@ -16,7 +16,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::Parser;
-use common::callgrind;
+use common::callgrind::{Counted, per_step};
 use common::figures::Figures;
 use futures_util::FutureExt as _;
 use http_body_util::BodyExt as _;
@@ -43,11 +43,8 @@ struct Cli {
     /// Only instructions.
     #[arg(long)]
     count: bool,
-    /// Be the process whose instructions are counted.
-    #[arg(long, hide = true)]
-    be: Option<String>,
-    #[arg(long, hide = true, default_value_t = 0)]
-    steps: usize,
+    #[command(flatten)]
+    counted: Counted,
     /// Be the clients.
     #[arg(long, hide = true)]
     client: Option<String>,
@@ -59,11 +56,11 @@ fn main() -> ExitCode {
 
 /// Returns whether every goal held.
 fn run(cli: &Cli) -> Result<bool, BoxError> {
-    if let Some(counted) = &cli.be {
-        return be(counted, cli.steps).map(|()| true);
+    if let Some(counted) = &cli.counted.be {
+        return be(counted, cli.counted.steps).map(|()| true);
     }
     if let Some(order) = &cli.client {
-        return accuracy::be_clients(serde_json::from_str(order)?).map(|()| true);
+        return accuracy::be_clients(order).map(|()| true);
     }
     let mut figures = Figures::default();
     learned(&mut figures);
@@ -228,7 +225,7 @@ fn ask(service: &mut axum::Router) -> Result<(), BoxError> {
 fn instructions(figures: &mut Figures) -> Result<(), BoxError> {
     let count = |counted: &str| {
         let steps = if counted.starts_with("hello") { HELLOS } else { POLLS };
-        callgrind::per_step(&["--be", counted, "--steps"], steps)
+        per_step(counted, steps)
     };
     let more = |of: &str| Ok::<_, BoxError>(count(of)? - count(&format!("{of}-bare"))?);
     let mut add = |name: &str, value, unit, most| {

@@ -3,7 +3,7 @@
 //! The service is a process of its own in a memory cgroup, or, where none can be made, under
 //! `LOWTIDE_MEMORY_LIMIT`. It fills its cache, registers it as a reclaimer, and then sends itself
 //! requests through the tower layer. A request allocates what it announces, and looks up entries,
-//! so that the cache grows again. It runs once more without the reclaimer, for comparison.
+//! so that the cache grows again.
 //!
 //! Invariant: every rejection counts, since the cache holds more than any request needs when its
 //! load begins, and shrinks only for requests.
@@ -47,12 +47,9 @@ const WORK: Duration = Duration::from_millis(20);
 /// The time of load.
 const LASTS: Duration = Duration::from_secs(20);
 
-/// Runs the service with and without its reclaimer, and adds the figures.
+/// Runs the service, and adds the figures.
 pub(crate) fn measure(figures: &mut Figures) -> Result<(), BoxError> {
-    if let Some([_, served]) = run(None)? {
-        println!("not registered: {served} served");
-    }
-    let seen = run(Some("--registered"))?;
+    let seen = run()?;
     let [sheds, served] = seen.unwrap_or_default();
     figures.at_least("room.cache.requests", served, "requests", 1.0);
     figures.at_most("room.cache.kills", count(seen.is_none().into()), "kills", 0.0);
@@ -62,9 +59,9 @@ pub(crate) fn measure(figures: &mut Figures) -> Result<(), BoxError> {
 
 /// Returns the requests that were rejected, and those that were served; `None` if the service was
 /// killed.
-fn run(registered: Option<&str>) -> Result<Option<[f64; 2]>, BoxError> {
+fn run() -> Result<Option<[f64; 2]>, BoxError> {
     let mut command = own()?;
-    command.arg("serve-cache").args(registered);
+    command.arg("serve-cache");
     let mut service = Process::start_in_group(&command, LIMIT)?;
     if service.folder().is_none() {
         println!("no cgroup can be made here, so nothing can be killed");
@@ -98,7 +95,7 @@ fn shrink(cache: &Cache, wanted: ByteSize) -> ByteSize {
 }
 
 /// Is the service, and prints the requests that were rejected and served.
-pub(crate) fn serve(is_registered: bool) -> Result<(), BoxError> {
+pub(crate) fn serve() -> Result<(), BoxError> {
     let memory = Memory::start()?;
     let mut watch = memory.admission().watch_level();
     let cache = Arc::new(Cache::default());
@@ -108,7 +105,7 @@ pub(crate) fn serve(is_registered: bool) -> Result<(), BoxError> {
     let (held, shrunk) = (Arc::clone(&cache), Arc::clone(&cache));
     let held = move || ByteSize::of(lock(&held).len() * ENTRY);
     let reclaimable = Reclaimable::new("cache", held, move |wanted| shrink(&shrunk, wanted));
-    let _reclaimer = is_registered.then(|| memory.reclaimer(reclaimable)).transpose()?;
+    let _reclaimer = memory.reclaimer(reclaimable)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let served = runtime.block_on(async {
         let until = Instant::now() + LASTS;

@@ -51,9 +51,8 @@ const LASTS: Duration = Duration::from_secs(12);
 
 /// The forms of attack: the name, the path that honest clients ask for, the number of attackers,
 /// and what each does.
-const FORMS: [(&str, &str, usize, Attack); 5] = [
+const FORMS: [(&str, &str, usize, Attack); 4] = [
     ("slow_bodies", "/words", 25, Attack::SlowBody),
-    ("silent_bodies", "/work", 60, Attack::SilentBody),
     ("zero_window", "/work", 40, Attack::ZeroWindow),
     ("unread", "/words", 512, Attack::Unread("/bytes/1073741824")),
     ("hung_upstream", "/embed", 512, Attack::Unread("/")),
@@ -238,9 +237,6 @@ pub(crate) fn serve(at: SocketAddr) -> Result<(), BoxError> {
 // Clients that hold memory or connections and make no progress. Each connects again at once when
 // it is ended. They speak HTTP/2 in prepared frames (RFC 9113).
 
-/// The bodies that a silent attacker announces: at most, and at least.
-const BODY_MAX: usize = 8 << 20;
-const BODY_MIN: usize = 16 << 10;
 /// The least text that a slow attacker announces.
 const TEXT_MIN: u64 = 64 << 10;
 /// The time between the starts of two slow attackers.
@@ -256,9 +252,6 @@ pub(crate) enum Attack {
     /// Announces the longest text that the proxy admits now, by its metrics, and sends it at just
     /// above 16 KiB/s. The attackers begin one after the other.
     SlowBody,
-    /// Announces a body over HTTP/2, and sends none. It is half as long each time that it is
-    /// refused, so that little room is left.
-    SilentBody,
     /// Asks for ten responses over HTTP/2, and lets the server send none of them.
     ZeroWindow,
     /// Asks for this path, and reads nothing.
@@ -270,17 +263,15 @@ pub(crate) async fn attack(nth: usize, to: SocketAddr, attack: Attack) {
     if matches!(attack, Attack::SlowBody) {
         sleep(u32::try_from(nth).unwrap_or_default() * APART).await;
     }
-    let mut length = BODY_MAX;
     loop {
-        if hold(to, attack, length).await.is_err() {
+        if hold(to, attack).await.is_err() {
             sleep(PAUSE).await;
         }
-        length = if length > BODY_MIN { length / 2 } else { BODY_MAX };
     }
 }
 
 /// Holds one connection until the service ends it.
-async fn hold(to: SocketAddr, attack: Attack, length: usize) -> Result<(), BoxError> {
+async fn hold(to: SocketAddr, attack: Attack) -> Result<(), BoxError> {
     let text = if matches!(attack, Attack::SlowBody) { longest_text(to).await? } else { 0 };
     let mut stream = TcpStream::connect(to).await?;
     match attack {
@@ -302,13 +293,6 @@ async fn hold(to: SocketAddr, attack: Attack, length: usize) -> Result<(), BoxEr
                 () = pour => {}
                 _ = reader.read(&mut answer) => {}
             }
-        }
-        Attack::SilentBody => {
-            let length = length.to_string();
-            stream.write_all(&preface(&[])).await?;
-            stream.write_all(&request(1, "POST", "/work", ("content-length", &length))).await?;
-            // Ends with the answer or the connection: headers, or a reset of either.
-            while !matches!(frame(&mut stream).await?, 1 | 3 | 7) {}
         }
         Attack::ZeroWindow => {
             // SETTINGS_INITIAL_WINDOW_SIZE
@@ -385,13 +369,13 @@ pub(crate) fn send_heads(count: usize, to: SocketAddr) -> JoinSet<Result<(), Box
     all.collect()
 }
 
-/// Reads a frame, and returns its type.
-async fn frame(stream: &mut TcpStream) -> Result<u8, BoxError> {
+/// Reads a frame.
+async fn frame(stream: &mut TcpStream) -> Result<(), BoxError> {
     let mut head = [0; 9];
     stream.read_exact(&mut head).await?;
     let length = u32::from_be_bytes([0, head[0], head[1], head[2]]);
     tokio::io::copy(&mut stream.take(length.into()), &mut tokio::io::sink()).await?;
-    Ok(head[3])
+    Ok(())
 }
 
 /// Returns the preface of HTTP/2 with these settings.

@@ -63,10 +63,7 @@ enum Part {
     ServeAttacked { at: SocketAddr },
     /// Is the service with a cache.
     #[command(hide = true)]
-    ServeCache {
-        #[arg(long)]
-        registered: bool,
-    },
+    ServeCache,
     /// Is the service that leaks.
     #[command(hide = true)]
     ServeLeaking,
@@ -87,7 +84,7 @@ fn run(part: &Part) -> Result<bool, BoxError> {
         Part::Cache => cache::measure(&mut figures)?,
         Part::Leak => leak::measure(&mut figures)?,
         Part::ServeAttacked { at } => hostage::serve(*at)?,
-        Part::ServeCache { registered } => cache::serve(*registered)?,
+        Part::ServeCache => cache::serve()?,
         Part::ServeLeaking => leak::serve()?,
     }
     Ok(figures.print())

@@ -2,8 +2,8 @@
 //!
 //! Recorded allocations with pauses between the requests, over the host driver and a clock that the
 //! bench moves; what scattered live blocks keep committed, before and after their neighbours are
-//! moved together; and whether a refusal is ever false.
-//! What is counted is bytes, calls and virtual time, which do not depend on the machine.
+//! moved together. What is counted is bytes, calls and virtual time, which do not depend on the
+//! machine.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or a run failed.
 
@@ -17,15 +17,12 @@ use clap::Parser;
 use common::chance::Chance;
 use common::figures::{Figures, count};
 use common::player::Player;
-use common::sim::Bed;
 use common::trace::{self, Trace};
 use lowtide::{BoxError, ByteSize};
-use lowtide_cuda_sim::SimOptions;
 use lowtide_gpu::clock::{Clock, ManualClock, Moment};
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::{
-    ArenaConfig, Bound, Buffer, CompactOptions, DeviceArena, DeviceError, Growth, HostDriver,
-    Region,
+    ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, HostDriver, Region,
 };
 
 /// Of chance.
@@ -41,14 +38,13 @@ fn main() -> ExitCode {
         let traces = trace::own().map(|file| Trace::open(&file));
         let traces = traces.into_iter().collect::<Result<Vec<_>, _>>()?;
         pauses(&traces, &mut figures)?;
-        refusals(&mut figures)?;
         scattered(&mut figures)?;
         Ok(figures.print())
     })
 }
 
 // Random blocks: what scattered ones keep committed, before and after their neighbours are moved
-// together; and how many of random programs' refusals are false.
+// together.
 //
 // No block is viewed, so that nothing is touched but what compaction copies. Each figure is the
 // worst of the seeds.
@@ -106,76 +102,6 @@ fn compact(arena: &DeviceArena) -> Result<(), BoxError> {
         }
     }
     Err("compaction finds no end".into())
-}
-
-/// The driver's unit.
-const GRANULE: ByteSize = ByteSize::kib(64);
-const LIMIT: ByteSize = ByteSize::mib(16);
-/// Allocations and frees of each program.
-const STEPS: usize = 20_000;
-
-/// Counts false refusals.
-///
-/// A refusal for the limit is false where, by the error's own figures, the active granules and
-/// those that the block needs are within it, or where a free span with memory holds the block.
-fn refusals(figures: &mut Figures) -> Result<(), BoxError> {
-    let doubling =
-        Growth::NextPowerOfTwo { initial: GRANULE, after_shrink: GRANULE, cap: ByteSize::mib(4) };
-    let (mut refused, mut wrong) = (0, 0);
-    for seed in SEEDS {
-        for growth in [Growth::SameAsRequested, doubling] {
-            for remap in [true, false] {
-                let (more, of_them) = program(seed, growth, remap)?;
-                refused += more;
-                wrong += of_them;
-            }
-        }
-    }
-    if refused < 1_000 {
-        return Err(format!("only {refused} refusals: too tame").into());
-    }
-    figures.add("oom.refusals", count(refused), "refusals");
-    figures.at_most("oom.false_refusals", count(wrong), "refusals", 0.0);
-    Ok(())
-}
-
-/// Blocks of 256 B to 8 MiB, evenly by logarithm, come and go near the limit. Returns the refusals
-/// and the false ones.
-fn program(seed: u64, growth: Growth, remap: bool) -> Result<(u64, u64), BoxError> {
-    let (granularity, handle_min) = (GRANULE, GRANULE);
-    let options = SimOptions { granularity, handle_min, remap, ..SimOptions::default() };
-    let reserve = ByteSize::gib(8);
-    let config = ArenaConfig { limit: LIMIT, growth, reserve, ..ArenaConfig::new("refusals") };
-    let Bed { arena, .. } = Bed::open(options, config)?;
-    let (mut chance, mut refused, mut wrong) = (Chance::new(seed), 0, 0);
-    let mut held: Vec<Buffer<u8>> = Vec::new();
-    for _ in 0..STEPS {
-        if !held.is_empty() && chance.below(9) < 4 {
-            drop(held.swap_remove(chance.below(held.len())));
-            continue;
-        }
-        let region = Region::ALL[chance.below(2)];
-        let size = usize::try_from(chance.size() >> 3)?.max(1);
-        match arena.alloc::<u8>(size, region) {
-            Ok(buffer) => held.push(buffer),
-            Err(error) => {
-                refused += 1;
-                wrong += u64::from(is_false(&arena, region, &error)?);
-            }
-        }
-    }
-    arena.validate();
-    Ok((refused, wrong))
-}
-
-fn is_false(arena: &DeviceArena, region: Region, error: &DeviceError) -> Result<bool, BoxError> {
-    let DeviceError::OutOfMemory { requested, active, limit, bound: Bound::Limit, .. } = *error
-    else {
-        return Err(format!("refused for another reason: {error}").into());
-    };
-    let needed = requested.next_multiple_of(GRANULE).ok_or("a size beyond all numbers")?;
-    let largest = arena.snapshot().regions[region.number()].largest_free;
-    Ok(active.saturating_add(needed) <= limit || largest >= requested)
 }
 
 // Recorded allocations with pauses between the requests: what is retained over time, and the

@@ -32,8 +32,8 @@ const IDLE: Duration = Duration::from_secs(3);
 const UNLOADED: Duration = Duration::from_secs(5);
 const CYCLES: u64 = 3;
 
-/// A program's arguments: `LIBRARY MODEL NAME [CYCLES [GOAL ...]]`.
-#[derive(Clone, Debug)]
+/// A program's arguments.
+#[derive(Clone, Debug, clap::Parser)]
 pub struct Arguments {
     /// The shared library of ONNX Runtime.
     pub library: PathBuf,
@@ -42,26 +42,10 @@ pub struct Arguments {
     /// The prefix of the figures, or `serve`.
     pub name: String,
     /// The number of cycles.
+    #[arg(default_value_t = CYCLES)]
     pub cycles: u64,
     /// Bounds of figures, without the prefix: `idle_mib<=109`, `measured_ratio>=0.9`.
     pub goals: Vec<String>,
-}
-
-impl Arguments {
-    /// Reads the command line.
-    ///
-    /// # Errors
-    /// A missing argument, or a number of cycles that is none.
-    pub fn read() -> Result<Self, BoxError> {
-        let mut arguments = std::env::args().skip(1);
-        let mut next = |what| arguments.next().ok_or_else(|| format!("missing argument: {what}"));
-        let library = next("the library of ONNX Runtime")?.into();
-        let model = next("the model")?.into();
-        let name = next("the name of the figures")?;
-        let cycles = arguments.next().map_or(Ok(CYCLES), |cycles| cycles.parse())?;
-        let goals = arguments.collect();
-        Ok(Self { library, model, name, cycles, goals })
-    }
 }
 
 /// A service with one model.

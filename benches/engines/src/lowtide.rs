@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use std::thread::sleep;
 use std::time::Duration;
 
+use clap::Parser as _;
 use engines::{Arguments, BoxError, Service};
 use lowtide::admission::{Cost, Managed};
 use lowtide::config::DeviceChoice;
@@ -61,7 +62,7 @@ impl Service for Lowtide {
 }
 
 fn main() -> Result<ExitCode, BoxError> {
-    let arguments = Arguments::read()?;
+    let arguments = Arguments::parse();
     let memory = Memory::builder().device(DeviceChoice::Host).start()?;
     let runtime = Runtime::open(&memory, &arguments.library)?;
     let model = runtime.session("embedder", arguments.model.clone()).idle(IDLE_UNLOAD);

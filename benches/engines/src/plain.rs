@@ -3,6 +3,7 @@
 //! sleep at once, as with lowtide, so that CPU times can be compared.
 #![expect(clippy::disallowed_methods, reason = "a variable chooses how it runs")]
 
+use clap::Parser as _;
 use engines::{Arguments, BoxError, Service};
 use lowtide_ort::ort;
 use lowtide_ort::ort::environment::Environment;
@@ -49,7 +50,7 @@ impl Service for Plain {
 }
 
 fn main() -> Result<(), BoxError> {
-    let arguments = Arguments::read()?;
+    let arguments = Arguments::parse();
     let environment = ort::init_from(&arguments.library)?.with_telemetry(false).build()?;
     let mut plain = Plain { environment, arguments: arguments.clone(), session: None };
     engines::run(&arguments, &mut plain)?;

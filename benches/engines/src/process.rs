@@ -100,24 +100,12 @@ pub(crate) struct Batch {
     pub(crate) types: Vec<i64>,
 }
 
-/// Rows and tokens of each request, before the shuffle.
-const SHAPES: [(usize, usize); 16] = [
-    (1, 10),
-    (1, 16),
-    (1, 24),
-    (1, 48),
-    (1, 80),
-    (1, 120),
-    (1, 240),
-    (2, 24),
-    (2, 80),
-    (2, 240),
-    (4, 40),
-    (4, 80),
-    (4, 160),
-    (8, 24),
-    (8, 80),
-    (8, 240),
+/// Rows, and the tokens of requests with so many, before the shuffle.
+const SHAPES: [(usize, &[usize]); 4] = [
+    (1, &[10, 16, 24, 48, 80, 120, 240]),
+    (2, &[24, 80, 240]),
+    (4, &[40, 80, 160]),
+    (8, &[24, 80, 240]),
 ];
 const REQUESTS: usize = 32;
 /// Tokens of words in the vocabulary of BERT.
@@ -126,7 +114,11 @@ const WORDS: std::ops::Range<i64> = 1_996..30_522;
 /// The requests of one burst.
 pub(crate) fn batches(seed: u64) -> impl Iterator<Item = Batch> {
     let mut random = Chance::new(seed);
-    let mut shapes: Vec<_> = SHAPES.iter().cycle().take(REQUESTS).copied().collect();
+    let of = |(rows, lengths): &(usize, &'static [usize])| {
+        let rows = *rows;
+        lengths.iter().map(move |length| (rows, *length))
+    };
+    let mut shapes: Vec<_> = SHAPES.iter().cycle().flat_map(of).take(REQUESTS).collect();
     for last in (1..shapes.len()).rev() {
         shapes.swap(last, random.below(last + 1));
     }

@@ -16,7 +16,6 @@ use crate::tree::root;
 const SHORT: &[&str] = &[
     "bench --locked --bench c",
     "bench --locked --bench control -- --counted",
-    "bench --locked --bench fit -- --runs 0",
     "bench --locked --bench gpu -- --part compact --part leases --part views --part wake",
     "bench --locked --bench idle -- --counted",
     "bench --locked --bench index -- --counted",
@@ -35,7 +34,7 @@ const SHORT: &[&str] = &[
 /// Those that take longer.
 const LONG: &[&str] = &[
     "bench --locked --bench flight -- --counted",
-    "bench --locked --bench gpu -- --part devices --part killed --part trace",
+    "bench --locked --bench gpu -- --part devices --part trace",
     "bench --locked --bench room -- schedules",
     "bench --locked --bench room -- zipf",
     "xtask figures arena --only warm.functions --only drop.functions \

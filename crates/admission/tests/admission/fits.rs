@@ -1,10 +1,10 @@
-//! Fits in virtual time: some of the schedules that `benches/fit` runs.
+//! Fits in virtual time; `benches/fit` runs real ones.
 //!
 //! Invariant: the simulator's claims.
 
 use super::simulated::sim::fit;
 
-/// The number of schedules: some seconds without optimisation. `benches/fit` runs more.
+/// The number of schedules: some seconds without optimisation.
 const SEEDS: u64 = if cfg!(lowtide_soak) { 1_000 } else { 40 };
 
 #[test]
