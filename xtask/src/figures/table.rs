@@ -1,6 +1,6 @@
 //! The table of figures: what measures each, and the goals that are judged here.
 
-use super::{Figure, alerts, clone, footprint, house, paths, small};
+use super::{Figure, alerts, clone, field, footprint, house, paths, small};
 
 /// What measures figures.
 #[derive(Debug)]
@@ -50,7 +50,7 @@ pub(super) const SUBJECTS: &[(&str, &str)] = &[
     ("gpu", "an arena on a GPU, over the simulation: calls, bytes, order; some minutes"),
     ("faults", "faults that were found and fixed: what goes wrong now, with a real ONNX Runtime"),
     ("measured", "requests that are measured: errors, costs, overload; over an hour"),
-    ("traffic", "streams whose clients stop reading: a minute"),
+    ("traffic", "cases of services, and streams whose clients stop reading: some minutes"),
     ("room", "requests that wait for room, evictions of models, leaks: some 75 minutes"),
     ("engines", "ONNX Runtime and candle in a service, and the C library: some 45 minutes"),
     (
@@ -126,7 +126,8 @@ pub(super) const ROWS: &[Row] = &[
         row("measured", "measured.oom_kills", Bench("overload -- --survive 60 --seed 1")),
         &[("overload.survive.oom_kills", "measured.oom_kills")],
     ),
-    row("traffic", "traffic.", Bench("overload -- --streams")),
+    row("traffic", "traffic.cases_failed", Own(field::measure_cases)),
+    row("traffic", "traffic.sse. traffic.unread. traffic.cold_s", Bench("overload -- --streams")),
     row("room", "room.schedules.", Bench("room -- schedules")),
     row("room", "room.zipf.", Bench("room -- zipf")),
     row("room", "room.cache.", Bench("room -- cache")),
@@ -248,6 +249,7 @@ pub(super) const GOALS: &[(&str, Bound)] = &[
     ("fleet.fit.kills", Most(0.0)),
     ("fleet.fit.refused_although_possible", Most(0.0)),
     ("fleet.saturation.in_range", Least(1.0)),
+    ("traffic.cases_failed", Most(0.0)),
     ("field.fell", Most(0.0)),
     ("field.rows_wrong", Most(0.0)),
     ("field.soak.drift", Most(0.0)),
