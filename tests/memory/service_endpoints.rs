@@ -249,6 +249,33 @@ fn a_signal_completes_terminated_and_ends_readiness_but_not_the_process() {
     });
 }
 
+#[test]
+fn a_health_check_tells_a_service_that_is_well_from_one_that_is_not() {
+    use std::io::{Read as _, Write as _};
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let at = listener.local_addr().expect("bound");
+    let answer = |answer: Response<String>| {
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut client = listener.accept().expect("a connection").0;
+                let mut request = [0; 256];
+                let length = client.read(&mut request).expect("a request");
+                assert!(request[..length].starts_with(b"GET /healthz HTTP/1.1\r\n"));
+                let head = format!("HTTP/1.1 {}\r\n\r\n", answer.status());
+                client.write_all(head.as_bytes()).expect("sent");
+            });
+            lowtide::service::healthcheck(at)
+        })
+    };
+    answer(get(&Endpoints::new(None), "/healthz")).expect("it is well");
+    let ending = Endpoints::new(None);
+    ending.set_ending();
+    let error = answer(get(&ending, "/readyz")).expect_err("503");
+    assert_eq!(error.to_string(), format!("{at}: HTTP/1.1 503"));
+    drop(listener);
+    assert!(lowtide::service::healthcheck(at).is_err(), "nothing listens");
+}
+
 fn terminate() {
     let own = std::process::id().to_string();
     let sent = std::process::Command::new("kill").args(["-TERM", &own]).status();
