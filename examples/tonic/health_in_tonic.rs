@@ -16,10 +16,9 @@ async fn main() -> Result<(), BoxError> {
     let operators = tokio::net::TcpListener::bind("127.0.0.1:8081").await?;
     tokio::spawn(axum::serve(operators, memory.routes::<()>()).into_future());
     let (_reporter, health) = tonic_health::server::health_reporter();
-    Server::builder()
+    let server = Server::builder()
         .layer(memory.layer()) // before the services, so that it is around all of them
         .add_service(health)
-        .serve_with_shutdown("127.0.0.1:8080".parse()?, memory.terminated()?)
-        .await?;
-    Ok(memory.shutdown(std::time::Duration::from_secs(5)).await.into_result()?)
+        .serve_with_shutdown("127.0.0.1:8080".parse()?, memory.terminated()?);
+    memory.serve(server, std::time::Duration::from_secs(10)).await
 }

@@ -19,11 +19,10 @@ async fn main() -> Result<(), BoxError> {
     let streams = layer.load_report_service();
     let routes = axum::Router::new().route_service(LOAD_REPORT_STREAM_PATH, streams);
     let (_reporter, health) = tonic_health::server::health_reporter();
-    Server::builder()
+    let server = Server::builder()
         .layer(layer) // before the services, so that it is around all of them
         .add_routes(Routes::from(routes))
         .add_service(health)
-        .serve_with_shutdown("127.0.0.1:8080".parse()?, memory.terminated()?)
-        .await?;
-    Ok(memory.shutdown(std::time::Duration::from_secs(5)).await.into_result()?)
+        .serve_with_shutdown("127.0.0.1:8080".parse()?, memory.terminated()?);
+    memory.serve(server, std::time::Duration::from_secs(10)).await
 }

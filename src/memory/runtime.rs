@@ -14,35 +14,25 @@ use std::time::Duration;
 use crate::BoxError;
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::time::sleep;
 
 use super::error::Shutdown;
 use super::manager::Memory;
 use super::resources::ResourceBuilder;
+
+/// The time that [`Memory::serve`] leaves resources in use. An estimate: with a drain of 10 s less
+/// than the 30 s after which Kubernetes kills the process.
+const UNLOAD_WITHIN: Duration = Duration::from_secs(5);
 
 impl Memory {
     /// Returns a future that completes when the process is asked to end: by SIGTERM or SIGINT, or
     /// because memory is exhausted and the policy is
     /// [`ExhaustionPolicy::Exit`](crate::config::ExhaustionPolicy::Exit). From then on `/readyz`
     /// answers 503, so that load balancers choose another instance. Pass it to the server's
-    /// graceful shutdown, which waits for open streams, so bound it; then call
-    /// [`Memory::shutdown`]. The report of a process that ends
-    /// because of exhaustion is an error: a `main` that returns it exits with status 1, and its
-    /// supervisor restarts it. For another status, read [`Shutdown::exhausted`]. The library itself
-    /// never ends the process.
+    /// graceful shutdown, and the server to [`Memory::serve`]. The library itself never ends the
+    /// process.
     ///
     /// The signals are handled from this call on, and never end the process by themselves any more.
-    ///
-    /// ```no_run
-    /// # async fn serve(app: axum::Router) -> Result<(), lowtide::BoxError> {
-    /// use std::time::Duration;
-    ///
-    /// let memory = lowtide::Memory::start()?;
-    /// let listener = tokio::net::TcpListener::bind("127.0.0.1:8080").await?;
-    /// axum::serve(listener, app).with_graceful_shutdown(memory.terminated()?).await?;
-    /// memory.shutdown(Duration::from_secs(5)).await.into_result()?;
-    /// # Ok(())
-    /// # }
-    /// ```
     ///
     /// # Errors
     /// The operating system's error if a handler cannot be installed.
@@ -65,6 +55,56 @@ impl Memory {
                 memory.set_ending();
             }
         })
+    }
+
+    /// Waits until the server has ended, or for `drain` after the process was asked to end
+    /// ([`Memory::terminated`]), and then shuts the manager down; resources have 5 s for that.
+    ///
+    /// A server that shuts down gracefully waits for open streams, upgraded connections and clients
+    /// that send half a request: without a bound, for ever. What is still open after `drain` is cut
+    /// when the runtime ends; requests among it are logged, and are no error.
+    ///
+    /// ```no_run
+    /// # async fn main(app: axum::Router) -> Result<(), lowtide::BoxError> {
+    /// use std::time::Duration;
+    ///
+    /// let memory = lowtide::Memory::start()?;
+    /// let listener = tokio::net::TcpListener::bind("127.0.0.1:8080").await?;
+    /// let server = axum::serve(listener, app).with_graceful_shutdown(memory.terminated()?);
+    /// memory.serve(server, Duration::from_secs(10)).await
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// The error of the server, or the report of the shutdown ([`Shutdown::into_result`]): a `main`
+    /// that returns it exits with status 1. That of a process that ends because of exhaustion is an
+    /// error, so that its supervisor restarts it.
+    ///
+    /// # Panics
+    /// Panics outside a tokio runtime with I/O and time enabled.
+    pub async fn serve<E: Into<BoxError>>(
+        &self,
+        server: impl IntoFuture<Output = Result<(), E>>,
+        drain: Duration,
+    ) -> Result<(), BoxError> {
+        let asked = self.terminated()?;
+        let mut late = pin!(async { (asked.await, sleep(drain).await) });
+        let mut server = Box::pin(server.into_future());
+        let served = poll_fn(|cx| match server.as_mut().poll(cx) {
+            Poll::Ready(served) => Poll::Ready(Some(served)),
+            Poll::Pending => late.as_mut().poll(cx).map(|_| None),
+        });
+        let served = served.await;
+        drop(server);
+        let mut report = self.shutdown(UNLOAD_WITHIN).await;
+        match served {
+            Some(served) => served.map_err(Into::into)?,
+            None => {
+                let requests = std::mem::take(&mut report.requests);
+                log!(warn, target: "lowtide", requests, ?drain, "requests cut at the shutdown");
+            }
+        }
+        Ok(report.into_result()?)
     }
 
     /// Like [`Memory::shutdown_blocking`], without blocking the runtime: it runs on a blocking

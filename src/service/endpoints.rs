@@ -9,8 +9,8 @@
 //!
 //! Invariant: without admin commands no answer changes anything.
 
-#[cfg(feature = "axum")]
-use std::net::SocketAddr;
+use std::io::{self, Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -39,6 +39,24 @@ use super::rejection::Denial;
 
 const TEXT: &str = "text/plain; charset=utf-8";
 const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+/// The longest time of each step of a health check.
+const CHECKED_WITHIN: Duration = Duration::from_secs(2);
+
+/// Requests `/healthz` of the service at this address: the health check of an image without a shell.
+/// Blocks for up to 2 s for a connection, and for an answer.
+///
+/// # Errors
+/// If the service does not answer in time, or not with the status 200, which the text then has.
+pub fn healthcheck(at: SocketAddr) -> io::Result<()> {
+    let mut service = TcpStream::connect_timeout(&at, CHECKED_WITHIN)?;
+    service.set_read_timeout(Some(CHECKED_WITHIN))?;
+    service.write_all(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")?;
+    let mut status = [0; "HTTP/1.1 200".len()];
+    service.read_exact(&mut status)?;
+    let text = String::from_utf8_lossy(&status);
+    if text.ends_with(" 200") { Ok(()) } else { Err(io::Error::other(format!("{at}: {text}"))) }
+}
 
 /// The operator endpoints of a service.
 ///

@@ -35,7 +35,7 @@ pub use connections::{
 };
 #[cfg(feature = "tokio")]
 pub use connections::{ConnectionListener, ConnectionStream};
-pub use endpoints::Endpoints;
+pub use endpoints::{Endpoints, healthcheck};
 pub use estimate::{ContentLength, Estimate, from_header};
 pub use exempt::{EXEMPT_BODY_MAX, HEALTH_PATHS};
 pub use layer::{MemoryLayer, MemoryService, ResponseFuture};

@@ -10,18 +10,24 @@ use std::sync::atomic::Ordering;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
+use axum::{Router, body::Body, serve::ListenerExt as _};
+use bytes::Bytes;
+use futures_util::stream::pending;
 use http::{Request, Response, StatusCode};
 use http_body_util::Empty;
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::{DeviceChoice, ExhaustionPolicy};
 use lowtide::device::{Contents, Region, SleepOptions};
 use lowtide::service::{Endpoints, MemoryLayer};
-use lowtide::{ByteSize, Memory};
+use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_admission::{Cost, UnloadReason};
 use serde_json::{Value, json};
 
+use crate::polled::poll;
 use crate::support::{Tree, advance_until, until_both_threads, until_no_threads};
 use test_fork::test;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
 use tower::{Layer, Service, service_fn};
 
 const SOON: Duration = Duration::from_secs(5);
@@ -54,7 +60,7 @@ fn get_json(endpoints: &Endpoints, path: &str) -> (StatusCode, Value) {
 /// The status that a service answers at once.
 fn status<S, R>(service: &mut S) -> StatusCode
 where
-    S: Service<Request<Empty<bytes::Bytes>>, Response = Response<R>, Error = Infallible>,
+    S: Service<Request<Empty<Bytes>>, Response = Response<R>, Error = Infallible>,
 {
     let answer = pin!(service.call(Request::new(Empty::new())));
     match answer.poll(&mut Context::from_waker(Waker::noop())) {
@@ -95,7 +101,7 @@ fn a_layer_keeps_its_memory_running_and_ends_it_when_it_is_dropped() {
         let estimate = |_: &http::request::Parts| Cost::host(ByteSize::mib(1));
         let layer = MemoryLayer::new(memory.admission().clone(), estimate);
         layer.with_max_wait(Duration::ZERO).layer(service_fn(|_| {
-            let empty: Empty<bytes::Bytes> = Empty::new();
+            let empty: Empty<Bytes> = Empty::new();
             ready(Ok::<_, Infallible>(Response::new(empty)))
         }))
     };
@@ -230,9 +236,7 @@ fn a_signal_completes_terminated_and_ends_readiness_but_not_the_process() {
     runtime.expect("a runtime").block_on(async {
         let (first, second) = (memory.terminated(), memory.terminated());
         let (first, second) = (first.expect("handlers"), second.expect("the same again"));
-        let own = std::process::id().to_string();
-        let sent = std::process::Command::new("kill").args(["-TERM", &own]).status();
-        assert!(sent.expect("a kill").success());
+        terminate();
         first.await;
         second.await;
         let ending = get_json(&endpoints, "/readyz");
@@ -242,6 +246,95 @@ fn a_signal_completes_terminated_and_ends_readiness_but_not_the_process() {
         );
         assert_eq!(get(&endpoints, "/healthz").status(), StatusCode::OK);
         assert!(memory.shutdown(SOON).await.is_clean());
+    });
+}
+
+#[test]
+fn a_health_check_tells_a_service_that_is_well_from_one_that_is_not() {
+    use std::io::{Read as _, Write as _};
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let at = listener.local_addr().expect("bound");
+    let answer = |answer: Response<String>| {
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut client = listener.accept().expect("a connection").0;
+                let mut request = [0; 256];
+                let length = client.read(&mut request).expect("a request");
+                assert!(request[..length].starts_with(b"GET /healthz HTTP/1.1\r\n"));
+                let head = format!("HTTP/1.1 {}\r\n\r\n", answer.status());
+                client.write_all(head.as_bytes()).expect("sent");
+            });
+            lowtide::service::healthcheck(at)
+        })
+    };
+    answer(get(&Endpoints::new(None), "/healthz")).expect("it is well");
+    let ending = Endpoints::new(None);
+    ending.set_ending();
+    let error = answer(get(&ending, "/readyz")).expect_err("503");
+    assert_eq!(error.to_string(), format!("{at}: HTTP/1.1 503"));
+    drop(listener);
+    assert!(lowtide::service::healthcheck(at).is_err(), "nothing listens");
+}
+
+fn terminate() {
+    let own = std::process::id().to_string();
+    let sent = std::process::Command::new("kill").args(["-TERM", &own]).status();
+    assert!(sent.expect("a kill").success());
+}
+
+/// axum#2673, hyper#2787: after SIGTERM an open stream, or half of a head, kept the service running.
+#[test]
+fn what_is_open_at_the_end_of_the_drain_is_cut_and_no_error() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    runtime.expect("a runtime").block_on(async {
+        for (request, is_answered) in
+            [("GET / HTTP/1.1\r\nhost: a\r\n\r\n", true), ("GET /", false)]
+        {
+            let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::gib(1)));
+            let memory = start(&clock, &tree);
+            let stream = || async { Body::from_stream(pending::<Result<Bytes, BoxError>>()) };
+            let app = Router::new().route("/", axum::routing::get(stream)).layer(memory.layer());
+            let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+            let mut client = TcpStream::connect(listener.local_addr().expect("bound")).await;
+            let client = client.as_mut().expect("a connection");
+            client.write_all(request.as_bytes()).await.expect("sent");
+            let (tells, mut accepted) = tokio::sync::mpsc::channel(1);
+            let listener = listener.tap_io(move |_| tells.try_send(()).expect("one connection"));
+            let ending = memory.terminated().expect("handlers");
+            let server = axum::serve(listener, app).with_graceful_shutdown(ending);
+            let mut served = Box::pin(memory.serve(server, Duration::ZERO));
+            let begun = async {
+                accepted.recv().await.expect("it serves");
+                if is_answered {
+                    assert_eq!(client.read_u8().await.expect("an answer"), b'H');
+                }
+            };
+            tokio::select! {
+                _ = &mut served => unreachable!("it was not asked to end"),
+                () = begun => assert_eq!(memory.admission().stats().held(), u64::from(is_answered)),
+            }
+            assert!(poll(&mut served).is_pending(), "it was not asked to end");
+            terminate();
+            served.await.expect("no error");
+        }
+    });
+}
+
+#[test]
+fn a_request_that_ends_within_the_drain_is_answered() {
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::gib(1)));
+    let memory = start(&clock, &tree);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    runtime.expect("a runtime").block_on(async {
+        let ending = memory.terminated().expect("handlers");
+        let server = async { Ok::<_, BoxError>(ending.await) };
+        let mut served = Box::pin(memory.serve(server, Duration::MAX));
+        assert!(poll(&mut served).is_pending(), "it was not asked to end");
+        terminate();
+        served.await.expect("no error");
+        let fails = async { Err::<(), _>("no port") };
+        let error = memory.serve(fails, Duration::ZERO).await.expect_err("that of the server");
+        assert_eq!(error.to_string(), "no port");
     });
 }
 

@@ -336,3 +336,22 @@ fn a_nested_route_has_its_whole_pattern_as_its_name() {
     let names: Vec<_> = routes.iter().map(|usage| (usage.method, &*usage.name)).collect();
     assert_eq!(names, [("GET", "/api/users/{id}")]);
 }
+
+/// kugelpos#201: whether rejections had the headers of CORS depended on the order of the layers.
+#[test]
+fn a_layer_outside_adds_its_headers_to_rejections_and_one_inside_does_not() {
+    let bed = Bed::new();
+    let full = bed.fill();
+    let app = Router::new().route("/", post(async || "served"));
+    let layer = bed.memory.layer().with_max_wait(Duration::ZERO);
+    let inside = app.clone().layer(CorsLayer::permissive()).layer(layer.clone());
+    let outside = app.layer(layer).layer(CorsLayer::permissive());
+    for (stack, has_header) in [(inside, false), (outside, true)] {
+        let request = Request::post("/").body(Body::from("tides")).expect("a valid head");
+        let answer = run(stack.oneshot(request)).expect("infallible");
+        assert_eq!(answer.status(), StatusCode::SERVICE_UNAVAILABLE);
+        let origin = answer.headers().contains_key("access-control-allow-origin");
+        assert_eq!(origin, has_header);
+    }
+    drop(full);
+}

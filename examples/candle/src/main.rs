@@ -34,6 +34,6 @@ async fn serve(folder: PathBuf, address: String) -> Result<(), BoxError> {
     let routes = lowtide_candle::service::router(&memory, folder, &device)?;
     let listener = TcpListener::bind(address).await?;
     println!("listening on http://{}", listener.local_addr()?);
-    axum::serve(listener, routes).with_graceful_shutdown(memory.terminated()?).await?;
-    Ok(memory.shutdown(Duration::from_secs(5)).await.into_result()?)
+    let server = axum::serve(listener, routes).with_graceful_shutdown(memory.terminated()?);
+    memory.serve(server, Duration::from_secs(10)).await
 }

@@ -3,13 +3,12 @@
 //!
 //! Several tests may print the same figure, also by the name of a case: the worst value counts.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use super::small::passed_tests;
 use super::table::{Bound, GOALS};
-use super::{count, judge, lines, printed};
+use super::{Figure, count, figure, full, judge, lines, printed};
 use crate::run::cargo;
-use crate::tree::{Faults, Tree, root};
+use crate::tree::{Faults, Package, Tree, root};
 
 /// The rows, in columns that are separated by tabs.
 const TABLE: &str = "tests/field/cases.tsv";
@@ -63,9 +62,8 @@ pub(crate) fn check(tree: &Tree, faults: &Faults) {
     let packages = tree.packages();
     for (number, row) in rows(tree.text(TABLE, faults)) {
         let found = row.and_then(|Row { id, package, target, test }| {
-            let name = package.replace('-', "_");
-            let package = packages.iter().find(|package| package.crate_name == name);
-            let folder = &package.ok_or_else(|| format!("{id}: no package {name:?}"))?.folder;
+            let folder = folder(&packages, package);
+            let folder = folder.ok_or_else(|| format!("{id}: no package {package:?}"))?;
             let target = if target == "lib" { "src".to_owned() } else { format!("tests/{target}") };
             let target = format!("{folder}{target}");
             let function = format!("fn {}(", test.rsplit("::").next().unwrap_or(test));
@@ -82,10 +80,14 @@ pub(crate) fn check(tree: &Tree, faults: &Faults) {
     }
 }
 
+fn folder<'a>(packages: &'a [Package], name: &str) -> Option<&'a str> {
+    let name = name.replace('-', "_");
+    packages.iter().find(|package| package.crate_name == name).map(|found| found.folder.as_str())
+}
+
 /// Measures these figures, or all but the long ones.
 pub(super) fn run(only: &[String]) -> Result<(), String> {
-    let full = |name: &String| format!("field.{}", name.trim_start_matches("field."));
-    let only: Vec<_> = only.iter().map(full).collect();
+    let only: Vec<_> = only.iter().map(|name| full("field", name)).collect();
     let is_long = |name: &str| LONG.iter().any(|(long, ..)| *long == name);
     let mut chosen: Vec<_> = GOALS.iter().map(|(name, _)| *name).collect();
     chosen.retain(|name| name.starts_with("field."));
@@ -104,7 +106,7 @@ pub(super) fn run(only: &[String]) -> Result<(), String> {
         values.insert(name, (printed(&text, theirs)?, (*unit).to_owned()));
     }
     if chosen.iter().any(|name| *name != FELL && !is_long(name)) {
-        run_rows(&mut values)?;
+        run_rows(&mut values, |_| true)?;
     }
     let mut failed = Vec::new();
     for name in chosen {
@@ -133,47 +135,72 @@ fn fell() -> Result<f64, String> {
     Ok(count(all))
 }
 
-/// Runs the tests, those of a binary together, and collects the figures. A test that a run lacks,
-/// skips or ignores is wrong. Without `-p`, a run has the features and so the build of `cargo test`.
-fn run_rows(values: &mut Values) -> Result<(), String> {
+/// Counts the cases of services of which a row is wrong, or that have none.
+pub(super) fn measure_cases() -> Result<Vec<Figure>, String> {
+    let of_list = |(list, last)| (1..=last).map(move |number| format!("{list}{number}"));
+    let cases: BTreeSet<_> = [("s", 12), ("n", 8)].into_iter().flat_map(of_list).collect();
+    let ran = run_rows(&mut Values::new(), |id| cases.contains(id))?;
+    let failed = cases.iter().filter(|case| ran.get(*case).is_none_or(|is_right| !is_right));
+    Ok(vec![figure("cases_failed", count(failed.count()), "cases")])
+}
+
+/// Runs the tests of the chosen rows, those of a binary together, and collects the figures. Returns
+/// which of their cases are right. Without `-p`, a run has the features and so the build of
+/// `cargo test`.
+fn run_rows(
+    values: &mut Values,
+    is_chosen: impl Fn(&str) -> bool,
+) -> Result<BTreeMap<String, bool>, String> {
     let (tree, faults) = (Tree::read(&root())?, Faults::default());
     let (packages, text) = (tree.packages(), tree.text(TABLE, &faults));
     let members = tree.text("Cargo.toml", &faults).split("default-members = [").nth(1);
     let members = members.and_then(|rest| rest.split(']').next()).unwrap_or_default();
-    let folder = |name: &str| {
-        let name = name.replace('-', "_");
-        let package = packages.iter().find(|package| package.crate_name == name);
-        match package.map_or("", |package| &package.folder) {
-            "" => ".".to_owned(),
-            folder => folder.trim_end_matches('/').to_owned(),
-        }
-    };
     let mut targets = BTreeMap::<_, Vec<_>>::new();
     for (number, row) in rows(text) {
-        let Row { package, target, test, .. } =
-            row.map_err(|why| format!("{TABLE}:{number}: {why}"))?;
-        let of = if members.contains(&format!("{:?}", folder(package))) { "" } else { package };
-        targets.entry((of, target)).or_default().push(test);
+        let row = row.map_err(|why| format!("{TABLE}:{number}: {why}"))?;
+        let folder = folder(&packages, row.package).unwrap_or_default();
+        let folder = if folder.is_empty() { "." } else { folder.trim_end_matches('/') };
+        let of = if members.contains(&format!("{folder:?}")) { "" } else { row.package };
+        if is_chosen(row.id) {
+            targets.entry((of, row.target)).or_default().push(row);
+        }
     }
-    let mut wrong = 0;
-    for ((of, target), mut tests) in targets {
-        tests.sort_unstable();
-        tests.dedup();
+    let (mut cases, mut wrong) = (BTreeMap::new(), 0);
+    for ((of, target), rows) in targets {
+        let tests: BTreeSet<_> = rows.iter().map(|row| row.test).collect();
         let target = if target == "lib" { "--lib" } else { &format!("--test {target}") };
         let of = if of.is_empty() { String::new() } else { format!("-p {of}") };
         let test = format!("test --locked {of} {target} -- --exact --nocapture --test-threads 1");
-        let (text, _) = cargo(&test).words(&tests.join(" ")).shown()?;
-        let skipped = text.lines().filter(|line| line.contains("skipped:")).count();
-        let is_ci = std::env::var("CI").is_ok_and(|value| value == "true");
-        let passed = passed_tests(&text).saturating_sub(if is_ci { skipped } else { 0 });
-        if passed < tests.len() {
-            println!("wrong: {passed} of {} rows pass in {of} {target}", tests.len());
-            wrong += tests.len() - passed;
+        let (text, _) = cargo(&test).words(&Vec::from_iter(tests).join(" ")).shown()?;
+        let passed = passed(&text, std::env::var("CI").is_ok_and(|value| value == "true"));
+        for row in rows {
+            let is_right = passed.contains(row.test);
+            if !is_right {
+                println!("wrong: {}: {} in {of} {target}", row.id, row.test);
+                wrong += 1;
+            }
+            *cases.entry(row.id.to_owned()).or_insert(true) &= is_right;
         }
         add(values, &text)?;
     }
     values.insert(ROWS_WRONG, (count(wrong), "rows".to_owned()));
-    Ok(())
+    Ok(cases)
+}
+
+/// Returns the tests that passed, of an output in which each test's own comes before its result. A
+/// test that a run lacks or ignores has not passed, and nor has one that skips a part in CI.
+pub(super) fn passed(text: &str, is_ci: bool) -> BTreeSet<&str> {
+    let (mut passed, mut test, mut has_skipped) = (BTreeSet::new(), "", false);
+    for line in text.lines() {
+        if let Some((name, _)) = line.strip_prefix("test ").and_then(|it| it.split_once(" ... ")) {
+            (test, has_skipped) = (name, false);
+        }
+        has_skipped |= line.contains("skipped:");
+        if line.ends_with("ok") && !(has_skipped && is_ci) {
+            passed.insert(test);
+        }
+    }
+    passed
 }
 
 /// Adds the figures that tests printed.
@@ -215,6 +242,17 @@ mod tests {
         let expected =
             ["3: 6 columns: expected 7", "4: g3: no test b in tests/t", "5: g4: no package \"p\""];
         assert_eq!(faults.sorted(), expected.map(|fault| format!("{TABLE}:{fault}")));
+    }
+
+    #[test]
+    fn tests_that_passed_are_those_whose_output_ends_in_ok() {
+        let text = "running 5 tests\ntest a::b ... ok\ntest a::c ... figure x 1 y\nok\ntest a::d \
+                    ... FAILED\ntest a::e ... skipped: no root\nok\ntest a::f ... ignored\n\n\
+                    test result: FAILED. 3 passed; 1 failed\n";
+        assert_eq!(passed(text, false), BTreeSet::from(["a::b", "a::c", "a::e"]));
+        assert_eq!(passed(text, true), BTreeSet::from(["a::b", "a::c"]));
+        let none = "running 0 tests\n\ntest result: ok. 0 passed; 0 failed; 0 ignored";
+        assert!(passed(none, false).is_empty(), "a filter that matches no test");
     }
 
     #[test]

@@ -76,20 +76,19 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
     }
 }
 
+/// Returns the name of a figure with its subject.
+fn full(subject: &str, name: &str) -> String {
+    let without = name.strip_prefix(subject).and_then(|name| name.strip_prefix('.'));
+    format!("{subject}.{}", without.unwrap_or(name))
+}
+
 /// Measures what prints these figures, or all.
 fn measure<'a>(
     rows: impl Iterator<Item = &'a Row> + Clone,
     subject: &str,
     only: &[String],
 ) -> Result<(), String> {
-    let full = |name: &String| {
-        if name.starts_with(&format!("{subject}.")) {
-            name.clone()
-        } else {
-            format!("{subject}.{name}")
-        }
-    };
-    let only: Vec<_> = only.iter().map(full).collect();
+    let only: Vec<_> = only.iter().map(|name| full(subject, name)).collect();
     if let Some(name) = only.iter().find(|name| !rows.clone().any(|row| row.has(name))) {
         let known: Vec<_> = rows.map(|row| row.figures).collect();
         return Err(format!("unknown figure {name:?}: expected one of {}", known.join(" ")));

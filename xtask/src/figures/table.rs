@@ -1,6 +1,6 @@
 //! The table of figures: what measures each, and the goals that are judged here.
 
-use super::{Figure, alerts, clone, footprint, house, paths, small};
+use super::{Figure, alerts, clone, field, footprint, house, paths, small};
 
 /// What measures figures.
 #[derive(Debug)]
@@ -52,7 +52,7 @@ pub(super) const SUBJECTS: &[(&str, &str)] = &[
     ("measured", "requests that are measured: errors, costs, overload; over an hour"),
     (
         "traffic",
-        "streams, mixed loads beside a limit on large requests, a request's path: half an hour",
+        "cases of services, streams, mixed loads, a request's path: half an hour",
     ),
     ("room", "requests that wait for room, evictions of models, leaks: some 75 minutes"),
     ("engines", "ONNX Runtime in a service, and the C library: half an hour"),
@@ -121,6 +121,7 @@ pub(super) const ROWS: &[Row] = &[
         row("measured", "measured.oom_kills", Bench("overload -- --survive 60 --seed 1")),
         &[("overload.survive.oom_kills", "measured.oom_kills")],
     ),
+    row("traffic", "traffic.cases_failed", Own(field::measure_cases)),
     row("traffic", "traffic.cold_s traffic.sse. traffic.unread.", Bench("overload -- --streams")),
     row("traffic", "traffic.mixed. traffic.model_loads", Bench("overload -- --mixed 10")),
     row("traffic", "traffic.request.", Own(paths::measure_request)),
@@ -242,6 +243,7 @@ pub(super) const GOALS: &[(&str, Bound)] = &[
     ("fleet.fit.seconds", Most(5.0)),
     ("fleet.fit.kills", Most(0.0)),
     ("fleet.saturation.in_range", Least(1.0)),
+    ("traffic.cases_failed", Most(0.0)),
     ("field.fell", Most(0.0)),
     ("field.rows_wrong", Most(0.0)),
     ("field.soak.drift", Most(0.0)),
