@@ -15,7 +15,7 @@ use crate::state::aging::{Ages, Stamp};
 use crate::state::granules::MissingGranules;
 use crate::state::region_index::RegionIndex;
 use crate::state::segment::{Run, Runs, Segment};
-use crate::state::segment_list::{PieceView, SegmentList};
+use crate::state::segment_list::SegmentList;
 use lowtide_core::bytes::ByteSize;
 
 /// The memory for the offsets of a region.
@@ -25,26 +25,6 @@ pub(crate) enum Backing {
     Reserved(Segment),
     /// Segments, each with its own address.
     SegmentList(SegmentList),
-}
-
-/// The state of a committed granule.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum GranuleState {
-    /// A live or pending block touches the granule.
-    Active,
-    /// No block touches the granule: it may be released.
-    Idle,
-}
-
-/// Adjoining addresses, as maps show them.
-#[derive(Debug)]
-pub(crate) struct CommittedRange {
-    /// The first address.
-    pub(crate) at: DeviceAddress,
-    /// The offsets in the region.
-    pub(crate) span: Span,
-    /// The spans with memory, and if a block touches them; `None` if that differs per granule.
-    pub(crate) backed: Vec<(Span, Option<GranuleState>)>,
 }
 
 /// Calls the method of either kind.
@@ -348,23 +328,13 @@ impl Backing {
         }
     }
 
-    /// Returns every stretch of addresses, in the order of offsets.
-    pub(crate) fn stretches(&self) -> Vec<CommittedRange> {
+    /// Returns the spans with memory in address order, each with whether a live, arriving or
+    /// pending block touches it.
+    pub(crate) fn backed_spans(&self) -> Vec<(Span, bool)> {
         match self {
-            Self::Reserved(segment) => {
-                let span = Span { offset: 0, size: segment.reserved };
-                let backed = segment.backed_runs().into_iter();
-                let backed = backed.map(|run| (segment.span_of(run), None)).collect();
-                vec![CommittedRange { at: segment.base, span, backed }]
-            }
+            Self::Reserved(segment) => segment.backed_spans(),
             Self::SegmentList(pieces) => {
-                let stretch = |piece: PieceView| {
-                    let is_active = piece.is_active;
-                    let state = if is_active { GranuleState::Active } else { GranuleState::Idle };
-                    let backed = vec![(piece.span, Some(state))];
-                    CommittedRange { at: piece.at, span: piece.span, backed }
-                };
-                pieces.there().map(stretch).collect()
+                pieces.there().map(|piece| (piece.span, piece.is_active)).collect()
             }
         }
     }
