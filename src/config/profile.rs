@@ -13,7 +13,6 @@
 
 use std::time::Duration;
 
-use super::value::by_name;
 use crate::bytes::ByteSize;
 use lowtide_admission::PurgeGrowth;
 use lowtide_heap as heap;
@@ -70,7 +69,7 @@ impl Profile {
     }
 }
 
-by_name!(Profile, "low-memory, balanced or throughput");
+lowtide_core::by_name!(Profile, "low-memory, balanced or throughput");
 
 impl Profile {
     /// Returns the settings to apply to each ONNX Runtime session in this process, each with its

@@ -138,20 +138,6 @@ fn policy(text: &str) -> Option<ExhaustionPolicy> {
     })
 }
 
-/// Implements `FromStr` of an enum of names, with these words for the accepted ones.
-macro_rules! by_name {
-    ($name:ty, $expected:literal) => {
-        impl std::str::FromStr for $name {
-            type Err = &'static str;
-
-            fn from_str(text: &str) -> Result<Self, Self::Err> {
-                Self::ALL.into_iter().find(|it| it.name() == text).ok_or($expected)
-            }
-        }
-    };
-}
-pub(super) use by_name;
-
 /// A value as its variable spells it; empty if that cannot say it.
 pub(super) trait Spelled {
     fn spelled(&self) -> String;

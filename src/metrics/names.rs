@@ -3,9 +3,6 @@
 //! Tests compare dashboards, rules, docs and a live scrape with this table. Every name contains its
 //! unit, so that an exporter's own naming rules change nothing.
 
-use std::fmt;
-use std::str::FromStr;
-
 use metrics::Unit;
 
 /// The type of a metric, in Prometheus' terms.
@@ -523,49 +520,23 @@ fn line(metric: &Metric) -> String {
     format!("- `{}{labels}`: {}{other}\n", metric.name, metric.help)
 }
 
-/// The metrics that a `Memory` publishes. `docs/METRICS.md` names the tier of each.
-///
-/// A metric that is not published costs nothing: its series are not written, and it is not
-/// described to the recorder.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-#[non_exhaustive]
-pub enum MetricsTier {
-    /// Those that the alerts and the dashboards `overview` and `device` need: some 45 names.
-    #[default]
-    Basic,
-    /// All, with the internals of heap, arenas and admission: some 135 names.
-    Detail,
-}
-
-impl MetricsTier {
-    /// All tiers. Each contains the metrics of those before it.
-    pub const ALL: [Self; 2] = [Self::Basic, Self::Detail];
-
-    /// Returns the name used in configuration.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Basic => "basic",
-            Self::Detail => "detail",
-        }
+lowtide_core::named_enum! {
+    /// The metrics that a `Memory` publishes. `docs/METRICS.md` names the tier of each.
+    ///
+    /// A metric that is not published costs nothing: its series are not written, and it is not
+    /// described to the recorder. Each tier contains the metrics of those before it.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+    #[non_exhaustive]
+    pub enum MetricsTier {
+        /// Those that the alerts and the dashboards `overview` and `device` need: some 45 names.
+        #[default]
+        Basic = "basic",
+        /// All, with the internals of heap, arenas and admission: some 135 names.
+        Detail = "detail",
     }
 }
 
-impl fmt::Display for MetricsTier {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-/// Parses the name of a tier. The error describes the accepted names.
-impl FromStr for MetricsTier {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let tier = Self::ALL.into_iter().find(|tier| tier.name() == text);
-        tier.ok_or("basic or detail")
-    }
-}
+lowtide_core::by_name!(MetricsTier, "basic or detail");
 
 #[cfg(test)]
 mod tests {

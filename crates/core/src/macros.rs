@@ -121,3 +121,17 @@ mod named_tests {
         assert_eq!(format!("{:>4}", Tide::Ebb), " ebb");
     }
 }
+
+/// Implements `FromStr` for an enum of [`named_enum!`]; the error describes the accepted names.
+#[macro_export]
+macro_rules! by_name {
+    ($name:ty, $expected:literal) => {
+        impl ::std::str::FromStr for $name {
+            type Err = &'static str;
+
+            fn from_str(text: &str) -> Result<Self, Self::Err> {
+                Self::ALL.into_iter().find(|it| it.name() == text).ok_or($expected)
+            }
+        }
+    };
+}
