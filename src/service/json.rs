@@ -283,10 +283,10 @@ fn leaks(report: &LeakReport) -> Value {
         "growth_per_hour_bytes": report.growth_per_hour.map(f64::round),
         "profiler": report.profiler.name(),
         "interval_bytes": interval,
-        "suspects": report.suspects.as_ref().map(|suspects| json!({
-            "from_seconds": seconds(suspects.from),
-            "to_seconds": seconds(suspects.to),
-            "list": suspects.sites.iter().map(suspect).collect::<Vec<_>>(),
+        "suspects": report.suspects.as_ref().map(|(times, sites)| json!({
+            "from_seconds": seconds(times.start),
+            "to_seconds": seconds(times.end),
+            "list": sites.iter().map(suspect).collect::<Vec<_>>(),
         })),
     })
 }
