@@ -248,9 +248,8 @@ fn assembled<O: AsRef<[u64]>>(
     let bound = ByteSize::new(live).min(peak);
     let aligns = problem.demands().iter().map(|demand| demand.align);
     let align = aligns.fold(1, |all, align| lcm(all, align).unwrap_or(u64::MAX));
-    let sizes = problem.demands().iter().map(|demand| demand.size).collect();
-    let fingerprint = problem.fingerprint();
-    let plan = Plan { places, segments, peak, bound, nodes: 0, align, fingerprint, sizes };
+    let own = problem.unnamed();
+    let plan = Plan { places, segments, peak, bound, nodes: 0, align, problem: own };
     plan.verify(problem).map_err(|error| PlanError::Refuted(Box::new(error)))?;
     Ok(plan)
 }
