@@ -420,7 +420,7 @@ fn routed(endpoints: &Endpoints, mut request: Request<Body>) -> Response<Body> {
     }
 }
 
-lowtide_admission::debug_as!(Endpoints, |endpoints| memory: endpoints.memory);
+lowtide_core::debug_as!(Endpoints, |endpoints| memory: endpoints.memory);
 
 /// The version of the JSON document. It rises if a key is removed or changes its meaning.
 const SCHEMA: u32 = 1;

@@ -34,22 +34,11 @@
 //! that no request owns leaves no room, [`ExhaustionPolicy::ServeOne`] admits single ones.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-/// Implements `Debug` for a type of which only these figures are of interest. For the lowtide
-/// packages only.
+#[macro_use(debug_as)]
+extern crate lowtide_core;
+
 #[doc(hidden)]
-#[macro_export]
-macro_rules! debug_as {
-    ($name:ident, |$it:ident| $($figure:ident: $value:expr),*) => {
-        impl std::fmt::Debug for $name {
-            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                let $it = self;
-                f.debug_struct(stringify!($name))
-                    $(.field(stringify!($figure), &$value))*
-                    .finish_non_exhaustive()
-            }
-        }
-    };
-}
+pub use lowtide_core::debug_as;
 
 mod admission;
 mod ceiling;

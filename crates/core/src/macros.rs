@@ -135,3 +135,22 @@ macro_rules! by_name {
         }
     };
 }
+
+/// Implements `Debug` for a type of which only these figures are of interest. Type parameters come
+/// first, in brackets.
+#[macro_export]
+macro_rules! debug_as {
+    (
+        $([$($parameters:tt)+])? $name:ident $(<$($argument:tt),+>)?,
+        |$it:ident| $($figure:ident: $value:expr),+
+    ) => {
+        impl $(<$($parameters)+>)? ::std::fmt::Debug for $name $(<$($argument),+>)? {
+            fn fmt(&self, f: &mut ::std::fmt::Formatter<'_>) -> ::std::fmt::Result {
+                let $it = self;
+                f.debug_struct(stringify!($name))
+                    $(.field(stringify!($figure), &$value))+
+                    .finish_non_exhaustive()
+            }
+        }
+    };
+}

@@ -382,12 +382,4 @@ impl fmt::Display for AdmissionMemoryPool {
     }
 }
 
-impl fmt::Debug for AdmissionMemoryPool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("AdmissionMemoryPool")
-            .field("min", &self.min)
-            .field("limit", &self.limit)
-            .field("stats", &self.stats())
-            .finish_non_exhaustive()
-    }
-}
+lowtide_admission::debug_as!(AdmissionMemoryPool, |it| min: it.min, limit: it.limit, stats: it.stats());

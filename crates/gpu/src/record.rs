@@ -387,11 +387,7 @@ impl PartialEq for Recorder {
 
 impl Eq for Recorder {}
 
-impl fmt::Debug for Recorder {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Recorder").field("error", &self.error()).finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!(Recorder, |it| error: it.error());
 
 // Writes JSON objects, a line each. This module knows no arena.
 //

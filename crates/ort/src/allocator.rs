@@ -19,7 +19,6 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_void};
-use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::{self, NonNull};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -218,15 +217,7 @@ impl MemorySource {
     }
 }
 
-impl fmt::Debug for OrtAllocator {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let stats = self.stats();
-        f.debug_struct("OrtAllocator")
-            .field("source", &self.source)
-            .field("stats", &stats)
-            .finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!(OrtAllocator, |it| source: it.source, stats: it.stats());
 
 pub(crate) fn check(status: sys::OrtStatusPtr) -> ort::Result<()> {
     // SAFETY: a status that ONNX Runtime returned, and which is taken once.

@@ -9,7 +9,6 @@
 
 use std::error::Error as _;
 use std::ffi::CStr;
-use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -211,14 +210,7 @@ impl Runtime {
     }
 }
 
-impl fmt::Debug for Runtime {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Runtime")
-            .field("version", &self.sessions.version)
-            .field("allocator", &self.allocator)
-            .finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!(Runtime, |it| version: it.sessions.version, allocator: it.allocator);
 
 // The version of a shared library, which is read before `ort` opens it.
 //

@@ -8,7 +8,6 @@
 //! Invariant: the plan is no worse than that of any rule that ran, and is verified.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
@@ -68,12 +67,7 @@ pub struct Planner<'a> {
     on_better: Box<dyn FnMut(ByteSize) + 'a>,
 }
 
-impl fmt::Debug for Planner<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (budget, enough) = (self.budget, self.enough);
-        write!(f, "Planner {{ budget: {budget:?}, enough: {enough:?} }}")
-    }
-}
+lowtide_core::debug_as!(Planner<'_>, |it| budget: it.budget, enough: it.enough);
 
 impl<'a> Planner<'a> {
     /// Creates a planner that uses this clock, with a time limit of one second.
