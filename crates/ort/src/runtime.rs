@@ -71,9 +71,9 @@ impl Runtime {
     pub fn open_in(
         memory: &Memory,
         library: impl AsRef<Path>,
-        arena: impl Into<RunArena>,
+        arena: RunArena,
     ) -> Result<Self, OrtError> {
-        Self::open_path(memory, library.as_ref(), Some(arena.into()))
+        Self::open_path(memory, library.as_ref(), Some(arena))
     }
 
     fn open_path(memory: &Memory, path: &Path, arena: Option<RunArena>) -> Result<Self, OrtError> {
@@ -113,7 +113,7 @@ fn default_arena(memory: &Memory) -> Result<RunArena, OrtError> {
     match memory.devices().open_arena(ARENA_NAME) {
         Ok(arena) if arena.capabilities().host_backed => {
             arena.set_decay(decay);
-            return Ok(arena.into());
+            return Ok(RunArena::Device(arena));
         }
         // Its memory is on the GPU.
         Ok(arena) => drop(arena.close()),
@@ -122,7 +122,7 @@ fn default_arena(memory: &Memory) -> Result<RunArena, OrtError> {
     }
     let arena = HostArena::new(ARENA_NAME).map_err(|error| OrtError::Arena(error.into()))?;
     arena.set_decay(decay).map_err(|error| OrtError::Arena(error.into()))?;
-    Ok(arena.into())
+    Ok(RunArena::Heap(arena))
 }
 
 impl Runtime {
