@@ -57,10 +57,10 @@ const ABOVE_ZERO: &str = "an amount of memory above zero";
 
 #[cfg(feature = "device")]
 pub(super) const SIZE: Format<ByteSize> =
-    Format { expected: ABOVE_ZERO, parse: size, accepts: |size| !size.is_zero() };
+    Format { expected: ABOVE_ZERO, parse: str::parse, accepts: |size| !size.is_zero() };
 pub(super) const SIZE_IF_ANY: Format<Option<ByteSize>> = Format {
     expected: ABOVE_ZERO,
-    parse: |text| size(text).map(Some),
+    parse: |text| text.parse().map(Some),
     accepts: |size| *size != Some(ByteSize::ZERO),
 };
 
@@ -105,10 +105,6 @@ formats! {
         "off" => Some(false),
         _ => None,
     }, |_| true;
-}
-
-fn size(text: &str) -> Result<ByteSize, &'static str> {
-    text.parse::<ByteSize>().map_err(|error| error.expected)
 }
 
 /// Parses a number or a percentage.

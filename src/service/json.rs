@@ -102,7 +102,7 @@ pub(super) fn read_limit(text: &str, parts: &[&JsonPart]) -> Result<ByteSize, De
         match text.parse() {
             Ok(ByteSize::ZERO) => "an amount of memory above zero",
             Ok(limit) => return Ok(limit),
-            Err(error) => error.expected,
+            Err(expected) => expected,
         }
     };
     Err(invalid_value("limit", text, expected))

@@ -348,7 +348,7 @@ impl MemoryPool for AdmissionMemoryPool {
     }
 
     fn reserved(&self) -> usize {
-        self.state().used.as_usize().unwrap_or(usize::MAX)
+        self.state().stats.used.as_usize().unwrap_or(usize::MAX)
     }
 
     fn memory_limit(&self) -> MemoryLimit {
