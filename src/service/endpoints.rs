@@ -496,8 +496,8 @@ fn bound(bound: &LimitBound) -> Value {
         "name": bound.name,
         "limit_bytes": bound.limit.map(ByteSize::get),
         "used_bytes": bound.used.map(ByteSize::get),
-        "scope": bound.scope.name(),
-        "freshness": bound.freshness.name(),
+        "scope": bound.scope,
+        "freshness": bound.freshness,
     })
 }
 

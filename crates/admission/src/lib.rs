@@ -79,8 +79,8 @@ pub use ledger::Ledger;
 pub use level_watch::LevelWatch;
 pub use limit_advice::{LimitAdvice, LimitForecast, LimitHour};
 pub use maintenance::{
-    DeviceFigures, Job, Maintenance, MaintenanceActions, PressureState, PurgeGrowth, Sample,
-    Sensor, Settings, SettingsError, Trigger, Worker, run_control, run_worker,
+    DeviceFigures, Job, Maintenance, MaintenanceActions, PressureState, Sample, Sensor, Settings,
+    SettingsError, Trigger, Worker, run_control, run_worker,
 };
 pub use managed::{
     LoadFailure, LoadScope, Managed, ManagedBuilder, ResourceError, ResourceStats, Resources,
@@ -91,8 +91,8 @@ pub use pressure::{Level, Thresholds};
 pub use reclaim::Reclaim;
 pub use reclaimer::{Reclaimable, Reclaimer, ReclaimerStats};
 pub use signal::{
-    BoundScope, Cpus, EventCounts, Freshness, Limit, LimitBound, LimitSource, Mappings,
-    MemoryEvents, Psi, Resident, Signal, SignalError, SignalTracker, Signals,
+    Cpus, EventCounts, Limit, LimitBound, LimitSource, Mappings, MemoryEvents, Psi, Resident,
+    Signal, SignalError, SignalTracker, Signals,
 };
 pub use tally::{AdmissionStats, ClassStats};
 pub use usage::MemoryUsage;
