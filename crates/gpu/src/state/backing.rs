@@ -132,24 +132,6 @@ impl Backing {
         }
     }
 
-    /// Like [`Segment::is_in_one_half`].
-    pub(crate) fn is_in_one_half(&self, span: Span) -> bool {
-        self.reserved_segment().is_some_and(|segment| segment.is_in_one_half(span))
-    }
-
-    /// Like [`Segment::stuck_handles`].
-    pub(crate) fn stuck_handles(&self, ages: Option<Ages>) -> Vec<(Run, u64)> {
-        let segment = self.reserved_segment();
-        segment.map_or_else(Vec::new, |segment| segment.stuck_handles(ages))
-    }
-
-    /// Like [`Segment::begin_arrive_of`].
-    pub(crate) fn begin_arrive_of(&mut self, run: Run) {
-        if let Some(segment) = self.reserved_mut() {
-            segment.begin_arrive_of(run);
-        }
-    }
-
     /// Like [`Segment::handle_of`].
     pub(crate) fn handle_of(&self, granule: usize) -> Range<usize> {
         self.reserved_segment().map_or(granule..granule + 1, |segment| segment.handle_of(granule))
@@ -274,19 +256,6 @@ impl Backing {
         }
     }
 
-    /// Like [`Segment::begin_arrive`].
-    pub(crate) fn begin_arrive(&mut self, span: Span, granules_max: u64) -> Vec<Run> {
-        let segment = self.reserved_mut();
-        segment.map_or_else(Vec::new, |segment| segment.begin_arrive(span, granules_max))
-    }
-
-    /// Like [`Segment::end_arrive`].
-    pub(crate) fn end_arrive(&mut self, run: Run, done: bool) {
-        if let Some(segment) = self.reserved_mut() {
-            segment.end_arrive(run, done);
-        }
-    }
-
     /// Records the last use of a span's memory that no block touches.
     pub(crate) fn stamp(&mut self, span: Span, stamp: Stamp) {
         either!(self, it => it.stamp(span, stamp));
@@ -295,12 +264,6 @@ impl Backing {
     /// Returns the age of the longest idle memory that may leave.
     pub(crate) fn oldest(&self, ages: Ages) -> Option<u32> {
         either!(self, it => it.oldest(ages))
-    }
-
-    /// Returns the age of each granule that may leave, and whose memory may be moved elsewhere.
-    pub(crate) fn idle_ages(&self, ages: Ages) -> impl Iterator<Item = u32> {
-        let segment = self.reserved_segment().into_iter();
-        segment.flat_map(move |segment| segment.idle_ages(ages))
     }
 
     /// Returns the bytes of the longest part of a free span that has memory.
@@ -344,12 +307,6 @@ impl Backing {
         self.reserved_segment().map_or_else(Runs::new, |segment| segment.touched_runs(run))
     }
 
-    /// Like [`Segment::begin_return`].
-    pub(crate) fn begin_return(&mut self, granules_max: usize, handle_max: usize) -> Runs {
-        let segment = self.reserved_mut();
-        segment.map_or_else(Runs::new, |segment| segment.begin_return(granules_max, handle_max))
-    }
-
     /// Returns the bytes of a block that have no memory.
     pub(crate) fn bare_bytes(&self, span: Span) -> u64 {
         self.reserved_segment().map_or(0, |segment| segment.bare_bytes(span))
@@ -369,14 +326,16 @@ impl Backing {
         }
     }
 
-    const fn reserved_segment(&self) -> Option<&Segment> {
+    /// Returns the segment, unless the driver allocates segments.
+    pub(crate) const fn reserved_segment(&self) -> Option<&Segment> {
         match self {
             Self::Reserved(segment) => Some(segment),
             Self::SegmentList(_) => None,
         }
     }
 
-    const fn reserved_mut(&mut self) -> Option<&mut Segment> {
+    /// Like [`Backing::reserved_segment`].
+    pub(crate) const fn reserved_mut(&mut self) -> Option<&mut Segment> {
         match self {
             Self::Reserved(segment) => Some(segment),
             Self::SegmentList(_) => None,
