@@ -41,6 +41,7 @@ extern crate lowtide_core;
 pub use lowtide_core::debug_as;
 
 mod admission;
+mod buckets;
 mod ceiling;
 mod correction;
 mod cost;
