@@ -482,44 +482,6 @@ rows!(table);
 /// The buckets of the histograms, in seconds: from a tenth of a millisecond to a second.
 pub const SECONDS_BUCKETS: &[f64] = &[0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0];
 
-/// Metrics of OpenTelemetry's semantic conventions with the same or nearly the same meaning.
-const OPENTELEMETRY: &[(&str, &str)] = &[
-    ("lowtide_pressure_physical_bytes", "container.memory.working_set"),
-    ("lowtide_pressure_limit_bytes", "k8s.container.memory.limit"),
-    ("lowtide_pressure_charged_bytes", "container.memory.rss"),
-    ("lowtide_device_total_bytes", "hw.gpu.memory.limit"),
-    ("lowtide_device_committed_bytes", "hw.gpu.memory.usage (of this process's arenas)"),
-    ("process_resident_memory_bytes", "process.memory.usage"),
-    ("process_virtual_memory_bytes", "process.memory.virtual"),
-    ("process_cpu_seconds_total", "process.cpu.time"),
-    ("process_start_time_seconds", "process.uptime (since then)"),
-    ("process_threads", "process.thread.count"),
-    ("process_open_fds", "process.unix.file_descriptor.count"),
-    ("lowtide_build_info", "service.version (resource attribute)"),
-];
-
-/// Returns the lists in Markdown, as in docs/METRICS.md.
-#[must_use]
-pub fn markdown() -> String {
-    let list = |tier| TABLE.iter().filter(move |metric| metric.tier == tier).map(line);
-    let (basic, detail) = (list(MetricsTier::Basic), list(MetricsTier::Detail));
-    let heading = |text: &str| std::iter::once(format!("## {text}\n\n"));
-    let basic = heading("Published by default").chain(basic);
-    let detail = heading("Published with `LOWTIDE_METRICS=detail`").chain(detail);
-    basic.chain(["\n".to_owned()]).chain(detail).collect()
-}
-
-/// Returns the line of a metric: its name with its labels, its meaning, and its counterpart.
-fn line(metric: &Metric) -> String {
-    let labels = match metric.labels {
-        [] => String::new(),
-        labels => format!("{{{}}}", labels.join(",")),
-    };
-    let other = OPENTELEMETRY.iter().find(|(name, _)| *name == metric.name);
-    let other = other.map_or_else(String::new, |(_, other)| format!(" OpenTelemetry: {other}."));
-    format!("- `{}{labels}`: {}{other}\n", metric.name, metric.help)
-}
-
 lowtide_core::named_enum! {
     /// The metrics that a `Memory` publishes. `docs/METRICS.md` names the tier of each.
     ///
