@@ -5,7 +5,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::value::{Format, Spelled, by_name, spelled};
+use super::value::{Format, Spelled, spelled};
 use crate::device::Contents;
 use crate::device::driver::DeviceUuid;
 
@@ -126,7 +126,7 @@ lowtide_core::named_enum! {
     }
 }
 
-by_name!(DeviceBackend, "auto, virtual-memory, pool, plain or managed");
+lowtide_core::by_name!(DeviceBackend, "auto, virtual-memory, pool, plain or managed");
 
 #[cfg(test)]
 mod tests {

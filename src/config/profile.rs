@@ -13,9 +13,7 @@
 
 use std::time::Duration;
 
-use super::value::by_name;
 use crate::bytes::ByteSize;
-use lowtide_admission::PurgeGrowth;
 use lowtide_heap as heap;
 
 lowtide_core::named_enum! {
@@ -60,17 +58,16 @@ impl Profile {
 
     /// The growth of retained heap memory that triggers a purge. The amounts are estimates. The
     /// growth must last for twice the decay time, in which dirty pages are purged without it.
-    pub(super) const fn purge_growth(self) -> Option<PurgeGrowth> {
-        let hold = Duration::from_secs(2);
+    pub(super) const fn purge_growth(self) -> Option<(ByteSize, f64)> {
         match self {
-            Self::LowMemory => Some(PurgeGrowth { floor: ByteSize::mib(16), part: 0.05, hold }),
-            Self::Balanced => Some(PurgeGrowth { floor: ByteSize::mib(64), part: 0.10, hold }),
+            Self::LowMemory => Some((ByteSize::mib(16), 0.05)),
+            Self::Balanced => Some((ByteSize::mib(64), 0.10)),
             Self::Throughput => None,
         }
     }
 }
 
-by_name!(Profile, "low-memory, balanced or throughput");
+lowtide_core::by_name!(Profile, "low-memory, balanced or throughput");
 
 impl Profile {
     /// Returns the settings to apply to each ONNX Runtime session in this process, each with its
@@ -165,12 +162,10 @@ mod tests {
             DecayTime::Within(within) => time(Some(within)),
             other => format!("{other:?}"),
         };
-        let growth = |growth: Option<PurgeGrowth>| {
+        let growth = |growth: Option<(ByteSize, f64)>| {
             growth.map_or_else(
                 || "never".to_owned(),
-                |PurgeGrowth { floor, part, .. }| {
-                    format!("{} MiB, {:.0} %", floor.get() >> 20, part * 100.0)
-                },
+                |(floor, part)| format!("{} MiB, {:.0} %", floor.get() >> 20, part * 100.0),
             )
         };
         let of = |value: &dyn Fn(&Config) -> String| {

@@ -19,7 +19,7 @@ use crate::decay::DecayTime;
 #[cfg(feature = "device")]
 use crate::device::{Contents, SleepConfig, SleepOptions};
 use crate::metrics::MetricsTier;
-use lowtide_admission::{AdmissionMode, ExhaustionPolicy, K_START, PurgeGrowth};
+use lowtide_admission::{AdmissionMode, ExhaustionPolicy, K_START};
 
 #[cfg(feature = "device")]
 use super::device::{DEVICES, DeviceBackend, DeviceChoice};
@@ -391,7 +391,7 @@ impl Config {
 
     /// Returns the growth of retained heap memory that triggers a purge, from the profile. `None`
     /// for never, which also holds if `purge_interval` is `None`.
-    pub(crate) fn purge_growth(&self) -> Option<PurgeGrowth> {
+    pub(crate) fn purge_growth(&self) -> Option<(ByteSize, f64)> {
         self.profile.value.purge_growth().filter(|_| self.purge_interval.value.is_some())
     }
 }

@@ -57,10 +57,10 @@ const ABOVE_ZERO: &str = "an amount of memory above zero";
 
 #[cfg(feature = "device")]
 pub(super) const SIZE: Format<ByteSize> =
-    Format { expected: ABOVE_ZERO, parse: size, accepts: |size| !size.is_zero() };
+    Format { expected: ABOVE_ZERO, parse: str::parse, accepts: |size| !size.is_zero() };
 pub(super) const SIZE_IF_ANY: Format<Option<ByteSize>> = Format {
     expected: ABOVE_ZERO,
-    parse: |text| size(text).map(Some),
+    parse: |text| text.parse().map(Some),
     accepts: |size| *size != Some(ByteSize::ZERO),
 };
 
@@ -107,10 +107,6 @@ formats! {
     }, |_| true;
 }
 
-fn size(text: &str) -> Result<ByteSize, &'static str> {
-    text.parse::<ByteSize>().map_err(|error| error.expected)
-}
-
 /// Parses a number or a percentage.
 fn part(text: &str) -> Option<f64> {
     match text.strip_suffix('%') {
@@ -137,20 +133,6 @@ fn policy(text: &str) -> Option<ExhaustionPolicy> {
         _ => return None,
     })
 }
-
-/// Implements `FromStr` of an enum of names, with these words for the accepted ones.
-macro_rules! by_name {
-    ($name:ty, $expected:literal) => {
-        impl std::str::FromStr for $name {
-            type Err = &'static str;
-
-            fn from_str(text: &str) -> Result<Self, Self::Err> {
-                Self::ALL.into_iter().find(|it| it.name() == text).ok_or($expected)
-            }
-        }
-    };
-}
-pub(super) use by_name;
 
 /// A value as its variable spells it; empty if that cannot say it.
 pub(super) trait Spelled {

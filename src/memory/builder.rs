@@ -789,7 +789,7 @@ fn report_last_exit(last: &LastExit) {
     log!(warn, target: "lowtide", cause, pid, version, summary, "previous run ended abnormally");
 }
 
-lowtide_admission::debug_as!(Builder, |it| code: it.code, ignores_environment: it.ignores_environment);
+lowtide_core::debug_as!(Builder, |it| code: it.code, ignores_environment: it.ignores_environment);
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {

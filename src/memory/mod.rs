@@ -68,5 +68,5 @@ pub use shared::Purged;
 #[cfg(all(test, target_os = "linux", not(lowtide_loom)))]
 pub(crate) use shared::holds_in_child;
 pub use snapshot::{BudgetSnapshot, MemorySnapshot};
-pub use trend::{HistorySample, LeakReport, LeakSuspect, LeakSuspects};
+pub use trend::{HistorySample, LeakReport, LeakSuspect};
 pub use verdict::Verdict;

@@ -9,6 +9,7 @@
 //! Invariant: `points <= POINTS_MAX`, oldest first.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
@@ -73,7 +74,7 @@ impl QuietTimes {
     }
 
     /// Returns the trend, with these call sites that grew.
-    pub(super) fn report(&self, suspects: Option<LeakSuspects>) -> LeakReport {
+    pub(super) fn report(&self, suspects: Option<Grown>) -> LeakReport {
         let windows = lock(&self.0);
         let points: Vec<_> = windows.points.iter().copied().collect();
         let window = windows.length;
@@ -150,24 +151,15 @@ pub struct LeakReport {
     pub growth_per_hour: Option<f64>,
     /// The state of the heap profiler.
     pub profiler: Profiler,
-    /// The call sites whose live memory grew between two quiet times. `None` if the profiler is not
-    /// active, or has seen only one quiet time.
-    pub suspects: Option<LeakSuspects>,
+    /// The call sites whose live memory grew between two quiet times, and these times, since the
+    /// Unix epoch: those that grew by a sampling interval or more, the largest growth first, at
+    /// most 16. The first time is from the second quarter of the time since the start, or later.
+    /// `None` if the profiler is not active, or has seen only one quiet time.
+    pub suspects: Option<(Range<Duration>, Vec<LeakSuspect>)>,
 }
 
-/// The growth of live memory by call site between two quiet times.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct LeakSuspects {
-    /// The time of the earlier profile, since the Unix epoch. It is from the second quarter of the
-    /// time since the start, or later.
-    pub from: Duration,
-    /// The time of the later profile, since the Unix epoch.
-    pub to: Duration,
-    /// The call sites that grew by a sampling interval or more, the largest growth first: at most
-    /// 16.
-    pub sites: Vec<LeakSuspect>,
-}
+/// The call sites that grew between two times.
+pub(super) type Grown = (Range<Duration>, Vec<LeakSuspect>);
 
 /// A call site whose live memory grew. Its figures are estimates from samples: a growth of `n`
 /// sampling intervals has a standard error of some `sqrt(n)` of them.

@@ -3,9 +3,6 @@
 //! Tests compare dashboards, rules, docs and a live scrape with this table. Every name contains its
 //! unit, so that an exporter's own naming rules change nothing.
 
-use std::fmt;
-use std::str::FromStr;
-
 use metrics::Unit;
 
 /// The type of a metric, in Prometheus' terms.
@@ -485,87 +482,23 @@ rows!(table);
 /// The buckets of the histograms, in seconds: from a tenth of a millisecond to a second.
 pub const SECONDS_BUCKETS: &[f64] = &[0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0];
 
-/// Metrics of OpenTelemetry's semantic conventions with the same or nearly the same meaning.
-const OPENTELEMETRY: &[(&str, &str)] = &[
-    ("lowtide_pressure_physical_bytes", "container.memory.working_set"),
-    ("lowtide_pressure_limit_bytes", "k8s.container.memory.limit"),
-    ("lowtide_pressure_charged_bytes", "container.memory.rss"),
-    ("lowtide_device_total_bytes", "hw.gpu.memory.limit"),
-    ("lowtide_device_committed_bytes", "hw.gpu.memory.usage (of this process's arenas)"),
-    ("process_resident_memory_bytes", "process.memory.usage"),
-    ("process_virtual_memory_bytes", "process.memory.virtual"),
-    ("process_cpu_seconds_total", "process.cpu.time"),
-    ("process_start_time_seconds", "process.uptime (since then)"),
-    ("process_threads", "process.thread.count"),
-    ("process_open_fds", "process.unix.file_descriptor.count"),
-    ("lowtide_build_info", "service.version (resource attribute)"),
-];
-
-/// Returns the lists in Markdown, as in docs/METRICS.md.
-#[must_use]
-pub fn markdown() -> String {
-    let list = |tier| TABLE.iter().filter(move |metric| metric.tier == tier).map(line);
-    let (basic, detail) = (list(MetricsTier::Basic), list(MetricsTier::Detail));
-    let heading = |text: &str| std::iter::once(format!("## {text}\n\n"));
-    let basic = heading("Published by default").chain(basic);
-    let detail = heading("Published with `LOWTIDE_METRICS=detail`").chain(detail);
-    basic.chain(["\n".to_owned()]).chain(detail).collect()
-}
-
-/// Returns the line of a metric: its name with its labels, its meaning, and its counterpart.
-fn line(metric: &Metric) -> String {
-    let labels = match metric.labels {
-        [] => String::new(),
-        labels => format!("{{{}}}", labels.join(",")),
-    };
-    let other = OPENTELEMETRY.iter().find(|(name, _)| *name == metric.name);
-    let other = other.map_or_else(String::new, |(_, other)| format!(" OpenTelemetry: {other}."));
-    format!("- `{}{labels}`: {}{other}\n", metric.name, metric.help)
-}
-
-/// The metrics that a `Memory` publishes. `docs/METRICS.md` names the tier of each.
-///
-/// A metric that is not published costs nothing: its series are not written, and it is not
-/// described to the recorder.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-#[non_exhaustive]
-pub enum MetricsTier {
-    /// Those that the alerts and the dashboards `overview` and `device` need: some 45 names.
-    #[default]
-    Basic,
-    /// All, with the internals of heap, arenas and admission: some 135 names.
-    Detail,
-}
-
-impl MetricsTier {
-    /// All tiers. Each contains the metrics of those before it.
-    pub const ALL: [Self; 2] = [Self::Basic, Self::Detail];
-
-    /// Returns the name used in configuration.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Basic => "basic",
-            Self::Detail => "detail",
-        }
+lowtide_core::named_enum! {
+    /// The metrics that a `Memory` publishes. `docs/METRICS.md` names the tier of each.
+    ///
+    /// A metric that is not published costs nothing: its series are not written, and it is not
+    /// described to the recorder. Each tier contains the metrics of those before it.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+    #[non_exhaustive]
+    pub enum MetricsTier {
+        /// Those that the alerts and the dashboards `overview` and `device` need: some 45 names.
+        #[default]
+        Basic = "basic",
+        /// All, with the internals of heap, arenas and admission: some 135 names.
+        Detail = "detail",
     }
 }
 
-impl fmt::Display for MetricsTier {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-/// Parses the name of a tier. The error describes the accepted names.
-impl FromStr for MetricsTier {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let tier = Self::ALL.into_iter().find(|tier| tier.name() == text);
-        tier.ok_or("basic or detail")
-    }
-}
+lowtide_core::by_name!(MetricsTier, "basic or detail");
 
 #[cfg(test)]
 mod tests {

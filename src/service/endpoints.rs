@@ -438,7 +438,7 @@ fn routed(endpoints: &Endpoints, mut request: Request<Body>) -> Response<Body> {
     }
 }
 
-lowtide_admission::debug_as!(Endpoints, |endpoints| memory: endpoints.memory);
+lowtide_core::debug_as!(Endpoints, |endpoints| memory: endpoints.memory);
 
 /// The version of the JSON document. It rises if a key is removed or changes its meaning.
 const SCHEMA: u32 = 1;
@@ -514,8 +514,8 @@ fn bound(bound: &LimitBound) -> Value {
         "name": bound.name,
         "limit_bytes": bound.limit.map(ByteSize::get),
         "used_bytes": bound.used.map(ByteSize::get),
-        "scope": bound.scope.name(),
-        "freshness": bound.freshness.name(),
+        "scope": bound.scope,
+        "freshness": bound.freshness,
     })
 }
 

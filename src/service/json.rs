@@ -102,7 +102,7 @@ pub(super) fn read_limit(text: &str, parts: &[&JsonPart]) -> Result<ByteSize, De
         match text.parse() {
             Ok(ByteSize::ZERO) => "an amount of memory above zero",
             Ok(limit) => return Ok(limit),
-            Err(error) => error.expected,
+            Err(expected) => expected,
         }
     };
     Err(invalid_value("limit", text, expected))
@@ -283,10 +283,10 @@ fn leaks(report: &LeakReport) -> Value {
         "growth_per_hour_bytes": report.growth_per_hour.map(f64::round),
         "profiler": report.profiler.name(),
         "interval_bytes": interval,
-        "suspects": report.suspects.as_ref().map(|suspects| json!({
-            "from_seconds": seconds(suspects.from),
-            "to_seconds": seconds(suspects.to),
-            "list": suspects.sites.iter().map(suspect).collect::<Vec<_>>(),
+        "suspects": report.suspects.as_ref().map(|(times, sites)| json!({
+            "from_seconds": seconds(times.start),
+            "to_seconds": seconds(times.end),
+            "list": sites.iter().map(suspect).collect::<Vec<_>>(),
         })),
     })
 }

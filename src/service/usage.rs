@@ -138,7 +138,7 @@ impl fmt::Display for RouteLabel {
     }
 }
 
-lowtide_admission::debug_as!(RouteLabel, |label| text: label.as_str());
+lowtide_core::debug_as!(RouteLabel, |label| text: label.as_str());
 
 /// The tenant of a request: the customer, project or key for which it runs. A trusted layer around
 /// [`MemoryLayer`](super::MemoryLayer) inserts it into the request's extensions, for example after

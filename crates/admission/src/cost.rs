@@ -4,7 +4,6 @@
 //!
 //! Invariant: only a request that may fit later has a retry time.
 
-use std::str::FromStr;
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
@@ -281,14 +280,7 @@ lowtide_core::named_enum! {
     }
 }
 
-/// Parses the name. The error describes the accepted ones.
-impl FromStr for AdmissionMode {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        Self::ALL.into_iter().find(|mode| mode.name() == text).ok_or("enforce or observe")
-    }
-}
+lowtide_core::by_name!(AdmissionMode, "enforce or observe");
 
 lowtide_core::named_enum! {
     /// The reason of a rejection, for counting.

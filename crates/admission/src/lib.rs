@@ -34,24 +34,14 @@
 //! that no request owns leaves no room, [`ExhaustionPolicy::ServeOne`] admits single ones.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-/// Implements `Debug` for a type of which only these figures are of interest. For the lowtide
-/// packages only.
+#[macro_use(debug_as)]
+extern crate lowtide_core;
+
 #[doc(hidden)]
-#[macro_export]
-macro_rules! debug_as {
-    ($name:ident, |$it:ident| $($figure:ident: $value:expr),*) => {
-        impl std::fmt::Debug for $name {
-            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                let $it = self;
-                f.debug_struct(stringify!($name))
-                    $(.field(stringify!($figure), &$value))*
-                    .finish_non_exhaustive()
-            }
-        }
-    };
-}
+pub use lowtide_core::debug_as;
 
 mod admission;
+mod buckets;
 mod ceiling;
 mod correction;
 mod cost;
@@ -90,8 +80,8 @@ pub use ledger::Ledger;
 pub use level_watch::LevelWatch;
 pub use limit_advice::{LimitAdvice, LimitForecast, LimitHour};
 pub use maintenance::{
-    DeviceFigures, Job, Maintenance, MaintenanceActions, PressureState, PurgeGrowth, Sample,
-    Sensor, Settings, SettingsError, Trigger, Worker, run_control, run_worker,
+    DeviceFigures, Job, Maintenance, MaintenanceActions, PressureState, Sample, Sensor, Settings,
+    SettingsError, Trigger, Worker, run_control, run_worker,
 };
 pub use managed::{
     LoadFailure, LoadScope, Managed, ManagedBuilder, ResourceError, ResourceStats, Resources,
@@ -102,8 +92,8 @@ pub use pressure::{Level, Thresholds};
 pub use reclaim::Reclaim;
 pub use reclaimer::{Reclaimable, Reclaimer, ReclaimerStats};
 pub use signal::{
-    BoundScope, Cpus, EventCounts, Freshness, Limit, LimitBound, LimitSource, Mappings,
-    MemoryEvents, Psi, Resident, Signal, SignalError, SignalTracker, Signals,
+    Cpus, EventCounts, Limit, LimitBound, LimitSource, Mappings, MemoryEvents, Psi, Resident,
+    Signal, SignalError, SignalTracker, Signals,
 };
 pub use tally::{AdmissionStats, ClassStats};
 pub use usage::MemoryUsage;

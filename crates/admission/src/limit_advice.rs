@@ -25,10 +25,10 @@
 use std::fmt;
 use std::time::Duration;
 
-use lowtide_core::buckets::{bucket_of, largest_of};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Moment, short};
 
+use super::buckets::{bucket_of, largest_of};
 use super::correction::{EVIDENT_PART, Overhead, few};
 use super::tally::ClassStats;
 

@@ -27,11 +27,11 @@ pub const LOWTIDE_ABI_MINOR: u32 = 0;
 pub const LOWTIDE_ALL_DEVICES: c_int = -1;
 
 /// An allocator: an arena on each device that is used. A handle is a number and owns nothing.
-pub type Allocator = u64;
+type Allocator = u64;
 
 /// A CUDA stream (`cudaStream_t`, `CUstream`) of the device. NULL is the legacy default stream.
 /// `cudaStreamPerThread` counts as `lowtide_any_stream()`.
-pub type StreamPointer = *mut c_void;
+pub(crate) type StreamPointer = *mut c_void;
 
 pub(crate) fn stream(pointer: StreamPointer) -> StreamRef {
     StreamRef::of(pointer.addr() as u64)

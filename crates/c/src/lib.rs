@@ -27,12 +27,11 @@ mod registry;
 mod torch;
 
 pub use api::{
-    Allocator, LOWTIDE_ABI_MAJOR, LOWTIDE_ABI_MINOR, LOWTIDE_ALL_DEVICES, StreamPointer,
-    lowtide_abi_version, lowtide_alloc, lowtide_any_stream, lowtide_close, lowtide_end_stream,
-    lowtide_find_block, lowtide_free, lowtide_get_default, lowtide_get_statistics,
-    lowtide_last_error, lowtide_open, lowtide_record_use, lowtide_release_captured,
-    lowtide_set_capturing, lowtide_set_default, lowtide_set_limit, lowtide_shrink,
-    lowtide_status_name,
+    LOWTIDE_ABI_MAJOR, LOWTIDE_ABI_MINOR, LOWTIDE_ALL_DEVICES, lowtide_abi_version, lowtide_alloc,
+    lowtide_any_stream, lowtide_close, lowtide_end_stream, lowtide_find_block, lowtide_free,
+    lowtide_get_default, lowtide_get_statistics, lowtide_last_error, lowtide_open,
+    lowtide_record_use, lowtide_release_captured, lowtide_set_capturing, lowtide_set_default,
+    lowtide_set_limit, lowtide_shrink, lowtide_status_name,
 };
 pub use failure::Status;
 pub use onnxruntime::{

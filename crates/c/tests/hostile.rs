@@ -10,12 +10,11 @@ use std::sync::{Barrier, Mutex};
 use std::thread;
 
 use lowtide_c::{
-    Allocator, Block, LOWTIDE_ALL_DEVICES, LOWTIDE_BACKEND_HOST, Options, Statistics, Status,
-    lowtide_alloc, lowtide_close, lowtide_end_stream, lowtide_find_block, lowtide_free,
-    lowtide_get_statistics, lowtide_last_error, lowtide_open, lowtide_record_use,
-    lowtide_release_captured, lowtide_set_capturing, lowtide_set_limit, lowtide_shrink,
-    lowtide_torch_alloc, lowtide_torch_free, lowtide_torch_memory_fraction,
-    lowtide_torch_record_stream,
+    Block, LOWTIDE_ALL_DEVICES, LOWTIDE_BACKEND_HOST, Options, Statistics, Status, lowtide_alloc,
+    lowtide_close, lowtide_end_stream, lowtide_find_block, lowtide_free, lowtide_get_statistics,
+    lowtide_last_error, lowtide_open, lowtide_record_use, lowtide_release_captured,
+    lowtide_set_capturing, lowtide_set_limit, lowtide_shrink, lowtide_torch_alloc,
+    lowtide_torch_free, lowtide_torch_memory_fraction, lowtide_torch_record_stream,
 };
 use lowtide_fake_cuda::{Fake, Guard, Options as FakeOptions};
 use test_fork::test;
@@ -32,7 +31,7 @@ fn options() -> Options {
     }
 }
 
-fn open() -> Allocator {
+fn open() -> u64 {
     let mut allocator = 0;
     // SAFETY: options of their size, and a place for the handle.
     let status = unsafe { lowtide_open(&options(), &raw mut allocator) };
@@ -41,7 +40,7 @@ fn open() -> Allocator {
 }
 
 fn alloc(
-    allocator: Allocator,
+    allocator: u64,
     device: i32,
     size: usize,
     align: usize,
@@ -54,12 +53,12 @@ fn alloc(
     if status == Status::Ok { Ok(block.addr() as u64) } else { Err(status) }
 }
 
-fn free(allocator: Allocator, device: i32, block: u64, stream: u64) -> Status {
+fn free(allocator: u64, device: i32, block: u64, stream: u64) -> Status {
     // SAFETY: the host has no streams, and nothing uses the block.
     unsafe { lowtide_free(allocator, device, pointer(block), pointer(stream)) }
 }
 
-fn statistics(allocator: Allocator) -> Result<Statistics, Status> {
+fn statistics(allocator: u64) -> Result<Statistics, Status> {
     let mut figures = Statistics { struct_size: size_of::<Statistics>(), ..Statistics::default() };
     // SAFETY: a struct of its size.
     let status =

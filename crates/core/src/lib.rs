@@ -2,7 +2,7 @@
 //! that stay open, log events that cannot fail the caller, and synchronisation from std or loom.
 //!
 //! The other packages re-export [`ByteSize`], [`clock`] and [`decay`], so applications need no
-//! dependency on this one. [`buckets`], [`mod@file`], [`fork`], [`kernel`], [`rate`], [`sync`],
+//! dependency on this one. [`mod@file`], [`fork`], [`kernel`], [`rate`], [`sync`],
 //! [`log!`] and [`named_enum!`] are for the lowtide packages only and may change in any release.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
@@ -10,8 +10,6 @@
 #[macro_use]
 mod macros;
 
-#[doc(hidden)]
-pub mod buckets;
 pub mod bytes;
 pub mod clock;
 pub mod decay;

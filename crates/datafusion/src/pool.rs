@@ -75,18 +75,14 @@ pub struct PoolStats {
 struct State {
     /// By the number of the consumer.
     consumers: BTreeMap<usize, Consumer>,
-    used: ByteSize,
+    /// All figures but `reserved` and `consumers`, which follow from the other fields.
+    stats: PoolStats,
     /// The part of `used` of consumers that cannot spill.
     unspillable: ByteSize,
     /// The number of consumers that can spill.
     spillers: u64,
     /// `None` while nothing is used: a permit counts as a running request.
     permit: Option<Permit>,
-    overdraft: ByteSize,
-    wanted: ByteSize,
-    reserved_peak: ByteSize,
-    denied_total: u64,
-    last_denied: Option<Denied>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -149,16 +145,8 @@ impl AdmissionMemoryPool {
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         let state = self.state();
-        PoolStats {
-            used: state.used,
-            reserved: state.reserved(),
-            overdraft: state.overdraft,
-            reserved_peak: state.reserved_peak,
-            wanted: state.wanted,
-            consumers: state.consumers.len(),
-            denied_total: state.denied_total,
-            last_denied: state.last_denied.clone(),
-        }
+        let (reserved, consumers) = (state.reserved(), state.consumers.len());
+        PoolStats { reserved, consumers, ..state.stats.clone() }
     }
 
     /// Wakes those that wait for released bytes, without the lock, and drops a permit.
@@ -177,23 +165,23 @@ impl AdmissionMemoryPool {
 
     fn want(&self, bytes: ByteSize) {
         let mut state = self.state();
-        let wanted = state.wanted.max(bytes);
-        state.wanted = wanted.min(state.releasable(self.min));
+        let wanted = state.stats.wanted.max(bytes);
+        state.stats.wanted = wanted.min(state.releasable(self.min));
     }
 
     fn check(&self, state: &mut State, of: Consumer, asked: ByteSize) -> Result<(), DenyReason> {
-        let used = state.used;
+        let used = state.stats.used;
         if used.saturating_add(asked) > self.limit {
             return Err(DenyReason::Limit { used, limit: self.limit });
         }
         let within = !of.can_spill || of.bytes.saturating_add(asked) <= state.share(self.min);
-        if !within && !state.wanted.is_zero() {
-            return Err(DenyReason::Reclaimed { wanted: state.wanted });
+        if !within && !state.stats.wanted.is_zero() {
+            return Err(DenyReason::Reclaimed { wanted: state.stats.wanted });
         }
         let priority = if within { Priority::High } else { Priority::Low };
         let more = steps(used.saturating_add(asked)).saturating_sub(steps(used));
         let Err(rejected) = state.grow(&self.admission, more, priority) else { return Ok(()) };
-        if within && state.overdraft.saturating_add(more) <= self.min {
+        if within && state.stats.overdraft.saturating_add(more) <= self.min {
             state.overdraw(&self.admission, more);
             return Ok(());
         }
@@ -235,7 +223,7 @@ impl State {
             None => admission.try_admit_with(Cost::ZERO, Priority::Exempt)?,
         };
         let grown = permit.grow_with(more, priority);
-        self.reserved_peak = self.reserved_peak.max(permit.cost().host);
+        self.stats.reserved_peak = self.stats.reserved_peak.max(permit.cost().host);
         // Also without bytes: its drop wakes others, and the lock is held.
         self.permit = Some(permit);
         grown
@@ -245,7 +233,7 @@ impl State {
     fn overdraw(&mut self, admission: &Admission, more: ByteSize) {
         // An exempt permit is never rejected.
         if self.grow(admission, more, Priority::Exempt).is_ok() {
-            self.overdraft = self.overdraft.saturating_add(more);
+            self.stats.overdraft = self.stats.overdraft.saturating_add(more);
         }
     }
 
@@ -256,7 +244,7 @@ impl State {
             .entry(consumer.id())
             .or_insert_with(|| Consumer { bytes: ByteSize::ZERO, can_spill });
         entry.bytes = entry.bytes.saturating_add(bytes);
-        self.used = self.used.saturating_add(bytes);
+        self.stats.used = self.stats.used.saturating_add(bytes);
         if !can_spill {
             self.unspillable = self.unspillable.saturating_add(bytes);
         }
@@ -267,9 +255,9 @@ impl State {
         let entry = self.consumers.get_mut(&id)?;
         let (bytes, can_spill) = (bytes.min(entry.bytes), entry.can_spill);
         entry.bytes = entry.bytes.saturating_sub(bytes);
-        self.used = self.used.saturating_sub(bytes);
+        self.stats.used = self.stats.used.saturating_sub(bytes);
         if can_spill {
-            self.wanted = self.wanted.saturating_sub(bytes).min(self.releasable(min));
+            self.stats.wanted = self.stats.wanted.saturating_sub(bytes).min(self.releasable(min));
         } else {
             self.unspillable = self.unspillable.saturating_sub(bytes);
         }
@@ -279,12 +267,12 @@ impl State {
     /// Releases the steps that are not used, and returns a permit that is to be dropped without the
     /// lock.
     fn release(&mut self) -> Option<Permit> {
-        let spare = self.reserved().saturating_sub(steps(self.used));
-        self.overdraft = self.overdraft.saturating_sub(spare);
+        let spare = self.reserved().saturating_sub(steps(self.stats.used));
+        self.stats.overdraft = self.stats.overdraft.saturating_sub(spare);
         if let Some(permit) = &mut self.permit {
             permit.shrink_quietly(spare);
         }
-        if self.used.is_zero() { self.permit.take() } else { None }
+        if self.stats.used.is_zero() { self.permit.take() } else { None }
     }
 }
 
@@ -319,7 +307,8 @@ impl MemoryPool for AdmissionMemoryPool {
     fn grow(&self, reservation: &MemoryReservation, additional: usize) {
         let asked = ByteSize::of(additional);
         let mut state = self.state();
-        let more = steps(state.used.saturating_add(asked)).saturating_sub(steps(state.used));
+        let more =
+            steps(state.stats.used.saturating_add(asked)).saturating_sub(steps(state.stats.used));
         if state.grow(&self.admission, more, Priority::High).is_err() {
             state.overdraw(&self.admission, more);
         }
@@ -347,8 +336,8 @@ impl MemoryPool for AdmissionMemoryPool {
                 let share = if can_spill { state.share(self.min) } else { self.min };
                 let consumer = bounded(consumer.name());
                 let denied = Denied { consumer, can_spill, asked, held: of.bytes, share, reason };
-                state.denied_total += 1;
-                state.last_denied = Some(denied.clone());
+                state.stats.denied_total += 1;
+                state.stats.last_denied = Some(denied.clone());
                 // A permit that was taken for this growth.
                 let freed = state.release();
                 drop(state);
@@ -359,7 +348,7 @@ impl MemoryPool for AdmissionMemoryPool {
     }
 
     fn reserved(&self) -> usize {
-        self.state().used.as_usize().unwrap_or(usize::MAX)
+        self.state().stats.used.as_usize().unwrap_or(usize::MAX)
     }
 
     fn memory_limit(&self) -> MemoryLimit {
@@ -375,19 +364,11 @@ impl fmt::Display for AdmissionMemoryPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (used, reserved) = {
             let state = self.state();
-            (state.used, state.reserved())
+            (state.stats.used, state.reserved())
         };
         let (name, min) = (self.name(), self.min);
         write!(f, "{name}(used: {used}, reserved: {reserved}, min: {min}, limit: {})", self.limit)
     }
 }
 
-impl fmt::Debug for AdmissionMemoryPool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("AdmissionMemoryPool")
-            .field("min", &self.min)
-            .field("limit", &self.limit)
-            .field("stats", &self.stats())
-            .finish_non_exhaustive()
-    }
-}
+lowtide_admission::debug_as!(AdmissionMemoryPool, |it| min: it.min, limit: it.limit, stats: it.stats());

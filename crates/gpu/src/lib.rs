@@ -76,7 +76,7 @@
 //! - compaction: [`DeviceArena::compact`]
 //! - callbacks when memory is short: [`DeviceArena::on_shortage`]
 //! - a recording of the events, a line of JSON each: [`record`]
-//! - a map of the blocks: [`DeviceArena::map`]
+//! - a coarse map of the blocks: [`DeviceArena::occupancy`]
 //! - host memory for copies: [`PinnedPool`]
 //! - offsets for buffers of known lifetimes: [`plan`]
 //! - the [block index](index), usable by itself
@@ -111,7 +111,7 @@ pub use api::lane::{Lane, Lease};
 pub use api::planned::PlannedMemory;
 pub use api::raw::RawBlock;
 pub use driver::host::HostDriver;
-pub use map::{RegionOccupancy, SegmentMap};
+pub use map::RegionOccupancy;
 pub use pinned::{PinnedBuffer, PinnedConfig, PinnedCopy, PinnedKind, PinnedPool, PinnedSnapshot};
 pub use types::Region;
 pub use types::compact::{CompactOptions, CompactReport, DeviceCosts, Moved};

@@ -1,136 +1,20 @@
-//! A map of an arena: its blocks and granules at one instant.
+//! A coarse map of an arena: usage in a few hundred cells of address space.
 //!
-//! [`DeviceArena::map`](crate::DeviceArena::map) takes it. A granule that is being committed or
-//! released counts as committed. A block whose memory is not committed yet, or that is growing in
-//! place, counts as free, as in a snapshot.
+//! For pages that refresh often: [`DeviceArena::occupancy`](crate::DeviceArena::occupancy) takes it.
+//! It lists no blocks and no addresses, and keeps thread caches: their blocks show as live. Blocks
+//! whose memory is still being committed show as asleep. A granule that is being committed or
+//! released counts as committed. Empty addresses, the majority, have no cell.
 //!
-//! Invariants: the spans of a segment are within it, in address order, and do not overlap; every
-//! live or pending byte is backed, so that `live + pending + holes + idle = committed`.
-
-use std::ops::Range;
+//! Invariants: `active + idle <= size` of every cell; summed over a region, `active + idle` is its
+//! committed memory; `cells <= cells_max`.
 
 use crate::api::arena::DeviceArena;
 use crate::index::Span;
 use crate::state::arena::ArenaState;
-use crate::state::backing::{Backing, CommittedRange, GranuleState};
-use crate::state::segment::Run;
 use crate::types::Region;
 use lowtide_core::bytes::ByteSize;
 
-/// A map of one segment of an arena: all addresses of a region, or one segment of the driver.
-///
-/// Ranges are offsets in the segment, in address order. Granules that are neither active nor idle
-/// have no memory; the space between live and pending blocks is free.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct SegmentMap {
-    /// Its region.
-    pub region: Region,
-    /// The smallest unit that is committed.
-    pub granularity: ByteSize,
-    /// Its first address.
-    pub base: u64,
-    /// Its address space in bytes.
-    pub size: ByteSize,
-    /// Committed granules that a block touches.
-    pub active: Vec<Range<u64>>,
-    /// Committed granules that no block touches.
-    pub idle: Vec<Range<u64>>,
-    /// Blocks held by callers, after rounding.
-    pub live: Vec<Range<u64>>,
-    /// Blocks freed by the caller that the device may still use.
-    pub pending: Vec<Range<u64>>,
-}
-
-/// Returns the segments of a region.
-fn segments(state: &ArenaState, region: Region) -> Vec<SegmentMap> {
-    let of = state.region(region);
-    let ground = &of.segment;
-    let arrived = |span: &Span| ground.missing(*span).is_nothing();
-    let mut live: Vec<_> = of.live_spans().filter(arrived).collect();
-    let mut pending: Vec<_> = of.pending.spans().collect();
-    live.sort_unstable_by_key(|span| span.offset);
-    pending.sort_unstable_by_key(|span| span.offset);
-    let map = |CommittedRange { at, span, backed }: CommittedRange| {
-        let within = |inner: &Span| inner.offset - span.offset..inner.end() - span.offset;
-        let blocks = |all: &[Span]| -> Vec<_> {
-            let first = all.partition_point(|block| block.offset < span.offset);
-            let inside = all[first..].iter().take_while(|block| block.offset < span.end());
-            inside.map(within).collect()
-        };
-        let granules: Vec<_> = backed.into_iter().flat_map(|run| by_state(ground, run)).collect();
-        let runs = |state| -> Vec<_> {
-            let found = granules.iter().filter(|(_, of_run)| *of_run == state);
-            found.map(|(run, _)| within(run)).collect()
-        };
-        SegmentMap {
-            region,
-            granularity: ByteSize::new(state.bytes_of(1)),
-            base: at.get(),
-            size: ByteSize::new(span.size),
-            active: runs(GranuleState::Active),
-            idle: runs(GranuleState::Idle),
-            live: blocks(&live),
-            pending: blocks(&pending),
-        }
-    };
-    ground.stretches().into_iter().map(map).collect()
-}
-
-/// Cuts a run of backed granules into runs of one state, in address order. A granule is active if a
-/// live, arriving or pending block touches it.
-fn by_state(
-    ground: &Backing,
-    (span, state): (Span, Option<GranuleState>),
-) -> Vec<(Span, GranuleState)> {
-    if let Some(state) = state {
-        return vec![(span, state)];
-    }
-    let granule = ground.granularity();
-    let mut touched = ground.touched_runs(Run::of(&ground.granules_of(span)));
-    touched.sort_unstable_by_key(|run| run.range().start);
-    let (mut runs, mut at) = (Vec::new(), span.offset);
-    for run in touched {
-        let (offset, size) = (run.range().start as u64 * granule, run.granules() * granule);
-        runs.push((Span { offset: at, size: offset - at }, GranuleState::Idle));
-        runs.push((Span { offset, size }, GranuleState::Active));
-        at = offset + size;
-    }
-    runs.push((Span { offset: at, size: span.end() - at }, GranuleState::Idle));
-    runs.retain(|(run, _)| run.size > 0);
-    runs
-}
-
 impl DeviceArena {
-    /// Returns a map of all blocks and granules, segment by segment; empty in a forked child.
-    ///
-    /// Copies the metadata under the lock: time and memory grow with the number of blocks and
-    /// granules. Thread caches are flushed first; blocks that other threads cache meanwhile show as
-    /// live.
-    ///
-    /// ```
-    /// # use std::sync::Arc;
-    /// # use lowtide_gpu::clock::SystemClock;
-    /// # use lowtide_gpu::{ArenaConfig, DeviceArena, HostDriver, Region};
-    /// let config = ArenaConfig::new("embedder");
-    /// let clock = Arc::new(SystemClock::new());
-    /// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, config)?;
-    /// let activations = arena.alloc::<f32>(1 << 20, Region::Dynamic)?;
-    /// let map = arena.map();
-    /// assert_eq!(map[1].live.len(), 1);
-    /// # drop(activations);
-    /// # Ok::<(), lowtide_gpu::DeviceError>(())
-    /// ```
-    #[must_use]
-    pub fn map(&self) -> Vec<SegmentMap> {
-        let inner = self.inner();
-        if inner.check_here().is_err() {
-            return Vec::new();
-        }
-        inner.empty_caches();
-        inner.run_now(|state| Region::ALL.into_iter().flat_map(|it| segments(state, it)).collect())
-    }
-
     /// Returns the current usage of both regions, each in at most `cells_max` cells (at least 2).
     ///
     /// Walks all blocks under the lock, a few ns each if the arena is awake, and allocates the
@@ -159,15 +43,6 @@ impl DeviceArena {
     }
 }
 
-// A coarse map of an arena: usage in a few hundred cells of address space.
-//
-// For pages that refresh often. Unlike [`DeviceArena::map`](crate::DeviceArena::map) it lists no
-// blocks and no addresses, and keeps thread caches: their blocks show as live. Blocks whose memory
-// is still being committed show as asleep. Empty addresses, the majority, have no cell.
-//
-// Invariants: `active + idle <= size` of every cell; summed over a region, `active + idle` is its
-// committed memory; `cells <= cells_max`.
-
 /// The size of the smallest cell in bytes: a picture of an arena does not resolve smaller ones.
 const CELL_MIN: u64 = 4 << 10;
 
@@ -193,8 +68,7 @@ pub struct RegionOccupancy {
 /// Returns the usage of a region in at most `cells_max` cells (at least 2).
 fn region_cells(state: &ArenaState, region: Region, cells_max: usize) -> RegionOccupancy {
     let of = state.region(region);
-    let runs = of.segment.stretches().into_iter().flat_map(|it| it.backed);
-    let runs: Vec<_> = runs.flat_map(|run| by_state(&of.segment, run)).collect();
+    let runs = of.segment.backed_spans();
     let mut used: Vec<Span> = runs.iter().map(|(run, _)| *run).collect();
     if !state.sleep.is_awake() || of.arriving > 0 || of.pins.lost().next().is_some() {
         // Some blocks have no memory, and may lie in other cells.
@@ -208,8 +82,8 @@ fn region_cells(state: &ArenaState, region: Region, cells_max: usize) -> RegionO
         cells.add(block, LIVE);
     }
     of.pending.spans().for_each(|freed| cells.add(freed, PENDING));
-    for (run, state) in runs {
-        cells.add(run, if state == GranuleState::Active { ACTIVE } else { IDLE });
+    for (run, is_active) in runs {
+        cells.add(run, if is_active { ACTIVE } else { IDLE });
     }
     let (cell, granularity) = (ByteSize::new(cells.size), ByteSize::new(state.bytes_of(1)));
     RegionOccupancy { region: region.name(), granularity, cell, blocks, cells: cells.cells }

@@ -26,7 +26,6 @@ mod cuda;
 mod driver;
 mod pool;
 
-use std::fmt;
 use std::ptr::NonNull;
 use std::slice;
 use std::sync::Arc;
@@ -350,16 +349,8 @@ impl<T: Pod> Drop for PinnedBuffer<T> {
     }
 }
 
-impl<T: Pod> fmt::Debug for PinnedBuffer<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PinnedBuffer")
-            .field("pool", &self.pool.name())
-            .field("memory", &self.memory())
-            .field("len", &self.len)
-            .field("bytes", &self.bytes())
-            .finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!([T: Pod] PinnedBuffer<T>, |it|
+    pool: it.pool.name(), memory: it.memory(), len: it.len, bytes: it.bytes());
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests;

@@ -85,6 +85,7 @@ struct RecorderInner {
 }
 
 /// The lines that the sink has not received yet. No other code is called under their lock.
+#[derive(Default)]
 struct RecordedLines {
     /// The arena's name, once it is open.
     arena: Option<String>,
@@ -117,16 +118,7 @@ impl Recorder {
     /// Creates a recorder that writes at most `most` bytes, in complete lines.
     #[must_use]
     pub fn bounded(sink: impl Write + Send + 'static, most: ByteSize) -> Self {
-        let lines = RecordedLines {
-            arena: None,
-            is_over: false,
-            text: String::new(),
-            last: Moment::ORIGIN,
-            most,
-            written: ByteSize::ZERO,
-            error: None,
-            is_logged: false,
-        };
+        let lines = RecordedLines { most, ..RecordedLines::default() };
         let sink = Sink { to: Some(Box::new(sink)), spare: String::new() };
         Self {
             inner: Arc::new(RecorderInner {
@@ -387,11 +379,7 @@ impl PartialEq for Recorder {
 
 impl Eq for Recorder {}
 
-impl fmt::Debug for Recorder {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Recorder").field("error", &self.error()).finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!(Recorder, |it| error: it.error());
 
 // Writes JSON objects, a line each. This module knows no arena.
 //

@@ -14,7 +14,6 @@ use lowtide_core::sync::lock;
 use lowtide_cuda_sim::trial::{Failure, FaultInjectingDriver};
 
 pub(crate) mod compact;
-mod map;
 mod neighbours;
 mod peers;
 mod steps;

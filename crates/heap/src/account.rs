@@ -154,12 +154,8 @@ impl<T: 'static> Drop for Account<T> {
     }
 }
 
-impl<T: fmt::Debug + 'static> fmt::Debug for Account<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (memory, owner) = (self.memory(), &self.owner);
-        f.debug_struct("Account").field("memory", &memory).field("owner", owner).finish()
-    }
-}
+lowtide_core::debug_as!([T: fmt::Debug + 'static] Account<T>, |it|
+    memory: it.memory(), owner: it.owner);
 
 impl Head {
     /// Counts the bytes until now if the thread runs for this account. So events count in their

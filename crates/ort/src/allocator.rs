@@ -19,7 +19,6 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_void};
-use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::{self, NonNull};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -218,15 +217,7 @@ impl MemorySource {
     }
 }
 
-impl fmt::Debug for OrtAllocator {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let stats = self.stats();
-        f.debug_struct("OrtAllocator")
-            .field("source", &self.source)
-            .field("stats", &stats)
-            .finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!(OrtAllocator, |it| source: it.source, stats: it.stats());
 
 pub(crate) fn check(status: sys::OrtStatusPtr) -> ort::Result<()> {
     // SAFETY: a status that ONNX Runtime returned, and which is taken once.
@@ -332,7 +323,7 @@ mod tests {
     }
 
     fn heap_arena() -> RunArena {
-        HostArena::new("runs").unwrap().into()
+        RunArena::Heap(HostArena::new("runs").unwrap())
     }
 
     fn table(allocator: &'static OrtAllocator) -> *mut sys::OrtAllocator {
@@ -343,7 +334,7 @@ mod tests {
     fn the_functions_of_the_table_allocate_count_and_free() {
         let memory = Memory::builder().device(DeviceChoice::Host).start().unwrap();
         let device = memory.devices().open_arena("runs").unwrap();
-        let allocator = allocator(device.clone().into());
+        let allocator = allocator(RunArena::Device(device.clone()));
         let this = table(allocator);
         // SAFETY: the table of an allocator that is never dropped; each block is freed once.
         let of_run = unsafe { alloc(this, 1_000) };
@@ -371,7 +362,7 @@ mod tests {
     fn weights_and_memory_of_loads_are_not_in_the_arena_of_runs() {
         let memory = Memory::builder().device(DeviceChoice::Host).start().unwrap();
         let device = memory.devices().open_arena("runs").unwrap();
-        let allocator = allocator(device.clone().into());
+        let allocator = allocator(RunArena::Device(device.clone()));
         let held = [
             allocator.obtain(1 << 20, Purpose::Weight),
             blocks::load(|| allocator.obtain(1 << 20, RUN)),
@@ -387,7 +378,7 @@ mod tests {
         let memory = Memory::builder().device(DeviceChoice::Host).start().unwrap();
         let device = memory.devices().open_arena("runs").unwrap();
         device.set_limit(ByteSize::mib(2));
-        let allocator = allocator(device.clone().into());
+        let allocator = allocator(RunArena::Device(device.clone()));
         let blocks = [allocator.obtain(1 << 20, RUN), allocator.obtain(4 << 20, RUN)];
         let stats = allocator.stats();
         assert_eq!((stats.overflows, stats.failures), (1, 0));
@@ -412,7 +403,7 @@ mod tests {
     fn an_address_that_is_not_of_a_live_block_is_not_freed() {
         let memory = Memory::builder().device(DeviceChoice::Host).start().unwrap();
         let arena = memory.devices().open_arena("runs").unwrap();
-        let allocator = allocator(arena.clone().into());
+        let allocator = allocator(RunArena::Device(arena.clone()));
         let this = table(allocator);
         let block = allocator.obtain(1_000, RUN);
         let live = arena.glance().live;

@@ -29,15 +29,12 @@ const DEVICE_ALIGN: ByteSize = ByteSize::new(ALIGN as u64);
 ///
 /// Weights are allocated from the heap, not from this arena.
 #[derive(Debug)]
-pub struct RunArena {
-    source: RunSource,
-    huge: HugePages,
-}
-
-#[derive(Debug)]
-enum RunSource {
+pub enum RunArena {
+    /// An arena in host memory.
     Device(DeviceArena),
+    /// A slot: each allocation goes to the arena that serves it at that moment.
     Slot(ArenaUse),
+    /// A heap arena.
     Heap(HostArena),
 }
 
@@ -47,30 +44,30 @@ pub(crate) type FoundBlock = (NonNull<u8>, OrtBlock);
 impl RunArena {
     /// Allocates a block. Returns `None` if the arena has no memory left.
     pub(crate) fn alloc(&self, size: usize) -> Option<FoundBlock> {
-        let (arena, block) = match &self.source {
-            RunSource::Device(arena) => {
+        let (arena, block) = match self {
+            Self::Device(arena) => {
                 let block = arena.alloc_raw(ByteSize::of(size), DEVICE_ALIGN, Region::Dynamic);
                 (arena.clone(), block.ok()?)
             }
-            RunSource::Slot(used) => {
+            Self::Slot(used) => {
                 used.alloc_raw(ByteSize::of(size), DEVICE_ALIGN, Region::Dynamic).ok()?
             }
-            RunSource::Heap(arena) => {
+            Self::Heap(arena) => {
                 // Without lowtide's global allocator there is no such scope.
                 return arena.scope_uncached(|| in_heap(size)).unwrap_or_else(|_| in_heap(size));
             }
         };
         let (start, block) = leased(arena, &block, size).ok()??;
-        self.huge.request(start.addr().get(), size);
+        request_huge_pages(&HUGE_PAGES, start.addr().get(), size);
         Some((start, block))
     }
 
     /// Releases idle memory now.
     pub(crate) fn shrink(&self) {
-        match &self.source {
-            RunSource::Device(arena) => drop(arena.purge()),
-            RunSource::Slot(used) => drop(used.purge()),
-            RunSource::Heap(arena) => drop(arena.purge()),
+        match self {
+            Self::Device(arena) => drop(arena.purge()),
+            Self::Slot(used) => drop(used.purge()),
+            Self::Heap(arena) => drop(arena.purge()),
         }
     }
 
@@ -84,31 +81,6 @@ impl RunArena {
         // SAFETY: the block was just allocated, and is not used.
         unsafe { block.free(start) };
         is_readable
-    }
-}
-
-impl From<RunSource> for RunArena {
-    fn from(source: RunSource) -> Self {
-        Self { source, huge: HugePages::default() }
-    }
-}
-
-impl From<DeviceArena> for RunArena {
-    fn from(arena: DeviceArena) -> Self {
-        RunSource::Device(arena).into()
-    }
-}
-
-impl From<ArenaUse> for RunArena {
-    /// Each allocation goes to the arena that serves the slot at that moment.
-    fn from(used: ArenaUse) -> Self {
-        RunSource::Slot(used).into()
-    }
-}
-
-impl From<HostArena> for RunArena {
-    fn from(arena: HostArena) -> Self {
-        RunSource::Heap(arena).into()
     }
 }
 
@@ -199,24 +171,20 @@ pub(crate) fn is_loading() -> bool {
 const PAGE: usize = 2 << 20;
 
 /// The granules for which huge pages were requested, by address.
-#[derive(Debug, Default)]
-pub(crate) struct HugePages(Mutex<BTreeSet<usize>>);
+static HUGE_PAGES: Mutex<BTreeSet<usize>> = Mutex::new(BTreeSet::new());
 
-impl HugePages {
-    /// Requests huge pages for the granules within a block. If the system has none, nothing
-    /// changes.
-    pub(crate) fn request(&self, start: usize, size: usize) {
-        let Some(first) = start.checked_next_multiple_of(PAGE) else { return };
-        let end = start.saturating_add(size) / PAGE * PAGE;
-        if first >= end {
-            return;
-        }
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let fresh: Vec<_> =
-            (first..end).step_by(PAGE).filter(|granule| known.insert(*granule)).collect();
-        drop(known);
-        fresh.into_iter().for_each(advise);
+/// Requests huge pages for the granules within a block. If the system has none, nothing changes.
+fn request_huge_pages(known: &Mutex<BTreeSet<usize>>, start: usize, size: usize) {
+    let Some(first) = start.checked_next_multiple_of(PAGE) else { return };
+    let end = start.saturating_add(size) / PAGE * PAGE;
+    if first >= end {
+        return;
     }
+    let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
+    let fresh: Vec<_> =
+        (first..end).step_by(PAGE).filter(|granule| known.insert(*granule)).collect();
+    drop(known);
+    fresh.into_iter().for_each(advise);
 }
 
 #[cfg(target_os = "linux")]
@@ -259,9 +227,9 @@ mod tests {
     fn blocks_of_each_kind_of_arena_can_be_written_and_freed() {
         let memory = memory();
         let device = memory.devices().open_arena("runs").unwrap();
-        exercise(&device.clone().into());
+        exercise(&RunArena::Device(device.clone()));
         assert!(device.glance().live.is_zero());
-        exercise(&HostArena::new("runs").unwrap().into());
+        exercise(&RunArena::Heap(HostArena::new("runs").unwrap()));
     }
 
     #[test]
@@ -269,7 +237,7 @@ mod tests {
         use lowtide::device::SleepOptions;
         let memory = memory();
         let device = memory.devices().open_arena("runs").unwrap();
-        let arena = RunArena::from(device.clone());
+        let arena = RunArena::Device(device.clone());
         let (start, block) = arena.alloc(1 << 20).unwrap();
         assert!(device.sleep(SleepOptions::default()).is_err(), "a lease is held");
         // SAFETY: freed once.
@@ -283,7 +251,7 @@ mod tests {
         let memory = memory();
         let device = memory.devices().open_arena("runs").unwrap();
         device.set_decay(DecayTime::Never);
-        let arena = RunArena::from(device.clone());
+        let arena = RunArena::Device(device.clone());
         exercise(&arena);
         assert!(device.glance().committed >= ByteSize::mib(3));
         arena.shrink();
@@ -295,7 +263,7 @@ mod tests {
         let memory = memory();
         let device = memory.devices().open_arena("runs").unwrap();
         device.set_limit(ByteSize::mib(4));
-        let arena = RunArena::from(device);
+        let arena = RunArena::Device(device);
         assert!(arena.alloc(8 << 20).is_none());
         assert!(in_heap(usize::MAX).is_none());
         assert!(in_heap(0).is_none());
@@ -320,9 +288,9 @@ mod huge_tests {
     use super::*;
 
     fn requested(start: usize, size: usize) -> Vec<usize> {
-        let pages = HugePages::default();
-        pages.request(start, size);
-        pages.0.into_inner().unwrap().into_iter().collect()
+        let known = Mutex::default();
+        request_huge_pages(&known, start, size);
+        known.into_inner().unwrap().into_iter().collect()
     }
 
     #[test]

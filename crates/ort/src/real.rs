@@ -226,7 +226,7 @@ fn a_shared_arena_rules_over_session_keys_and_can_be_replaced_and_shrunk() {
     let options = ArenaOptions::of_session("CPUExecutionProvider", [key]).unwrap();
     let used = memory.devices().use_arena(&slot, &options).unwrap();
     assert_eq!(used.conflicts().len(), 1, "{used:?}");
-    let runtime = Runtime::open_in(&memory, &library, used).unwrap();
+    let runtime = Runtime::open_in(&memory, &library, RunArena::Slot(used)).unwrap();
 
     let (_folder, model) = small_model();
     let session = runtime.session_with("small", &model, move |builder| {
@@ -271,7 +271,7 @@ fn a_shared_arena_grows_by_its_own_steps_in_a_session_that_asks_for_others() {
     let process = ArenaOptions::of_process("CPUExecutionProvider", process).unwrap();
     memory.devices().share_arena(&slot, &process).unwrap();
     let used = memory.devices().use_arena(&slot, &ArenaOptions::default()).unwrap();
-    let runtime = Runtime::open_in(&memory, &library, used).unwrap();
+    let runtime = Runtime::open_in(&memory, &library, RunArena::Slot(used)).unwrap();
     let (_folder, model) = small_model();
     let session = runtime.session_with("small", &model, |builder| {
         let key = "ep.cpuexecutionprovider.arena.initial_chunk_size_bytes";
@@ -314,7 +314,7 @@ fn the_shrink_option_of_a_run_is_an_error_and_ours_is_a_call() {
     let Some(library) = library() else { return };
     let memory = memory();
     let arena: DeviceArena = memory.devices().open_arena("runs").unwrap();
-    let runtime = Runtime::open_in(&memory, &library, arena.clone()).unwrap();
+    let runtime = Runtime::open_in(&memory, &library, RunArena::Device(arena.clone())).unwrap();
     let (_folder, model) = small_model();
     let session = runtime.session("small", &model).register().unwrap();
     let held = session.acquire_blocking().unwrap();

@@ -9,7 +9,6 @@
 
 use std::error::Error as _;
 use std::ffi::CStr;
-use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -72,9 +71,9 @@ impl Runtime {
     pub fn open_in(
         memory: &Memory,
         library: impl AsRef<Path>,
-        arena: impl Into<RunArena>,
+        arena: RunArena,
     ) -> Result<Self, OrtError> {
-        Self::open_path(memory, library.as_ref(), Some(arena.into()))
+        Self::open_path(memory, library.as_ref(), Some(arena))
     }
 
     fn open_path(memory: &Memory, path: &Path, arena: Option<RunArena>) -> Result<Self, OrtError> {
@@ -114,7 +113,7 @@ fn default_arena(memory: &Memory) -> Result<RunArena, OrtError> {
     match memory.devices().open_arena(ARENA_NAME) {
         Ok(arena) if arena.capabilities().host_backed => {
             arena.set_decay(decay);
-            return Ok(arena.into());
+            return Ok(RunArena::Device(arena));
         }
         // Its memory is on the GPU.
         Ok(arena) => drop(arena.close()),
@@ -123,7 +122,7 @@ fn default_arena(memory: &Memory) -> Result<RunArena, OrtError> {
     }
     let arena = HostArena::new(ARENA_NAME).map_err(|error| OrtError::Arena(error.into()))?;
     arena.set_decay(decay).map_err(|error| OrtError::Arena(error.into()))?;
-    Ok(arena.into())
+    Ok(RunArena::Heap(arena))
 }
 
 impl Runtime {
@@ -211,14 +210,7 @@ impl Runtime {
     }
 }
 
-impl fmt::Debug for Runtime {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Runtime")
-            .field("version", &self.sessions.version)
-            .field("allocator", &self.allocator)
-            .finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!(Runtime, |it| version: it.sessions.version, allocator: it.allocator);
 
 // The version of a shared library, which is read before `ort` opens it.
 //

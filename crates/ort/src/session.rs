@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
-use std::{fmt, fs, io};
+use std::{fs, io};
 
 use lowtide::BoxError;
 use lowtide::config::Profile;
@@ -47,11 +47,7 @@ impl LoadedSession {
     }
 }
 
-impl fmt::Debug for LoadedSession {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LoadedSession").field("threads", &self.threads()).finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!(LoadedSession, |it| threads: it.threads());
 
 /// A change to the builder of a session.
 pub(crate) type Configure =

@@ -16,22 +16,13 @@ use super::planned::Plan;
 use super::problem::{BufferId, Demand, Problem, Role};
 use super::solve::Planner;
 
-/// A value of a [`Graph`]: an input, a node's result, or a view.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct ValueId(usize);
-
-impl ValueId {
-    /// Returns the number of the value, in the order of addition, from 0.
-    #[must_use]
-    pub const fn index(self) -> usize {
-        self.0
-    }
-}
-
 /// A graph whose nodes are added in execution order.
 ///
+/// Its values (inputs, results of nodes, views) are numbered like the buffers of its problems.
+///
 /// # Panics
-/// Its methods panic if a [`ValueId`] comes from another graph and is out of range for this one.
+/// Its methods panic if a value comes from another graph and is out of range for this one, and
+/// beyond 2³² values.
 ///
 /// ```
 /// use lowtide_planner::ByteSize;
@@ -44,10 +35,10 @@ impl ValueId {
 /// let half = graph.view("half", sum, ByteSize::kib(8).get(), ByteSize::kib(8));
 /// let y = graph.node("y", ByteSize::kib(8), &[half], true);
 /// graph.keep(y);
-/// let (problem, buffers) = graph.problem(1)?;
+/// let problem = graph.problem(1)?;
 /// let plan = Planner::new(&SystemClock::new()).plan(&problem)?;
 /// assert_eq!(plan.peak(), ByteSize::kib(16)); // all of it in the place of `x`
-/// assert_eq!(plan.offset(buffers[y.index()]), plan.offset(buffers[x.index()]));
+/// assert_eq!(plan.offset(y), plan.offset(x));
 /// # Ok::<(), lowtide_planner::PlanError>(())
 /// ```
 #[derive(Clone, Debug, Default)]
@@ -95,12 +86,12 @@ impl Graph {
     }
 
     /// Adds a value that exists before the first step, in memory of the plan.
-    pub fn input(&mut self, name: impl Into<String>, size: ByteSize) -> ValueId {
+    pub fn input(&mut self, name: impl Into<String>, size: ByteSize) -> BufferId {
         self.add(name.into(), size, ValueOrigin::Input, &[], false)
     }
 
     /// Adds a value in external memory, which the caller owns.
-    pub fn external(&mut self, name: impl Into<String>, size: ByteSize) -> ValueId {
+    pub fn external(&mut self, name: impl Into<String>, size: ByteSize) -> BufferId {
         self.add(name.into(), size, ValueOrigin::External, &[], false)
     }
 
@@ -114,9 +105,9 @@ impl Graph {
         &mut self,
         name: impl Into<String>,
         size: ByteSize,
-        operands: &[ValueId],
+        operands: &[BufferId],
         overwrites: bool,
-    ) -> ValueId {
+    ) -> BufferId {
         self.steps += 1;
         self.add(name.into(), size, ValueOrigin::Node, operands, overwrites)
     }
@@ -125,25 +116,25 @@ impl Graph {
     pub fn view(
         &mut self,
         name: impl Into<String>,
-        of: ValueId,
+        of: BufferId,
         at: u64,
         size: ByteSize,
-    ) -> ValueId {
-        self.add(name.into(), size, ValueOrigin::View(of.0, at), &[], false)
+    ) -> BufferId {
+        self.add(name.into(), size, ValueOrigin::View(of.index(), at), &[], false)
     }
 
     /// Marks a value as read after the last step, so its memory is not reused. If it is a view,
     /// only its part is kept.
-    pub fn keep(&mut self, value: ValueId) {
-        self.values[value.0].is_kept = true;
-        let content = self.values[value.0].content.0;
+    pub fn keep(&mut self, value: BufferId) {
+        self.values[value.index()].is_kept = true;
+        let content = self.values[value.index()].content.0;
         self.values[content].is_content_kept = true;
     }
 
     /// Sets the kind of memory of a value. The default is 0, or for a view the kind of its base
     /// value. Each kind has a problem of its own, with the same steps.
-    pub fn set_kind(&mut self, value: ValueId, kind: u32) {
-        self.values[value.0].kind = kind;
+    pub fn set_kind(&mut self, value: BufferId, kind: u32) {
+        self.values[value.index()].kind = kind;
     }
 
     fn add(
@@ -151,13 +142,13 @@ impl Graph {
         name: String,
         size: ByteSize,
         origin: ValueOrigin,
-        operands: &[ValueId],
+        operands: &[BufferId],
         overwrites: bool,
-    ) -> ValueId {
+    ) -> BufferId {
         // An input is there at step 0, before the first node's step 1.
         let is_there = matches!(origin, ValueOrigin::Input | ValueOrigin::External);
         let first = if is_there { 0 } else { self.steps };
-        let operands: Vec<usize> = operands.iter().map(|operand| operand.0).collect();
+        let operands: Vec<usize> = operands.iter().map(|operand| operand.index()).collect();
         let end = self.steps + 1;
         let (own, mut content) = (self.values.len(), (self.values.len(), 0));
         // The base value is live until the view is made; from then on the view is, if it has a
@@ -191,15 +182,14 @@ impl Graph {
             content_end: first + 1,
             is_content_kept: false,
         });
-        ValueId(own)
+        BufferId(u32::try_from(own).expect("a number of 32 bits"))
     }
 
-    /// Returns the problem of the first kind of memory, and each value's buffer, indexed by
-    /// [`ValueId::index`]. Every offset will be a multiple of `align`.
+    /// Returns the problem of the first kind of memory. Every offset will be a multiple of `align`.
     ///
     /// # Errors
     /// [`PlanError`] if a view extends beyond its value, sizes are too large, or `align` is 0.
-    pub fn problem(&self, align: u64) -> Result<(Problem, Vec<BufferId>), PlanError> {
+    pub fn problem(&self, align: u64) -> Result<Problem, PlanError> {
         self.problem_of(0, align)
     }
 
@@ -208,7 +198,7 @@ impl Graph {
     ///
     /// # Errors
     /// As for [`Graph::problem`].
-    pub fn problem_of(&self, kind: u32, align: u64) -> Result<(Problem, Vec<BufferId>), PlanError> {
+    pub fn problem_of(&self, kind: u32, align: u64) -> Result<Problem, PlanError> {
         let mut problem = Problem::new();
         let mut ids = Vec::with_capacity(self.values.len());
         for (at, value) in self.values.iter().enumerate() {
@@ -239,37 +229,28 @@ impl Graph {
                 problem.reuse(ids[at], ids[below])?;
             }
         }
-        Ok((problem, ids))
+        Ok(problem)
     }
 
-    /// Returns the problems of so many kinds of memory, the first for kind 0. A value has the same
-    /// number in all of them.
+    /// Returns the problems of so many kinds of memory, the first for kind 0.
     ///
     /// # Errors
     /// As for [`Graph::problem`], and [`PlanError::NoKind`] if a value is of another kind.
-    pub fn kinds(
-        &self,
-        align: u64,
-        count: u32,
-    ) -> Result<(Vec<Problem>, Vec<BufferId>), PlanError> {
-        let (mut kinds, mut ids) = (Vec::new(), Vec::new());
-        for kind in 0..count {
-            let (problem, own) = self.problem_of(kind, align)?;
-            kinds.push(problem);
-            ids = own;
-        }
+    pub fn kinds(&self, align: u64, count: u32) -> Result<Vec<Problem>, PlanError> {
+        let kinds =
+            (0..count).map(|kind| self.problem_of(kind, align)).collect::<Result<_, _>>()?;
         let others = |at: &usize| self.kind_of(*at) >= count;
         if let Some(at) = (0..self.values.len()).find(others) {
             let (name, number) = (self.values[at].name.clone(), self.kind_of(at));
             return Err(PlanError::NoKind { name, number, count });
         }
-        Ok((kinds, ids))
+        Ok(kinds)
     }
 
     /// Returns the kind of memory of a value; for a view that of its base value.
     #[must_use]
-    pub fn kind(&self, value: ValueId) -> u32 {
-        self.kind_of(value.0)
+    pub fn kind(&self, value: BufferId) -> u32 {
+        self.kind_of(value.index())
     }
 
     fn kind_of(&self, at: usize) -> u32 {

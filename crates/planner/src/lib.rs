@@ -55,7 +55,7 @@ pub use lowtide_core::{ByteSize, clock};
 
 pub use bump::{Bump, packed};
 pub use error::PlanError;
-pub use graph::{Graph, ValueId};
+pub use graph::Graph;
 pub use order::Heuristic;
 pub use planned::{Plan, PlanCache, PlannedPlace};
 pub use problem::{BufferId, Demand, Gap, Problem, Role};

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use lowtide_core::bytes::ByteSize;
 
 use super::error::PlanError;
-use super::problem::{BufferId, Demand, Problem, TOTAL_MAX};
+use super::problem::{BufferId, Problem, TOTAL_MAX};
 use super::shape::{Shapes, lcm};
 use super::solve::Planner;
 
@@ -40,8 +40,8 @@ pub struct Plan {
     pub(super) nodes: u64,
     /// The alignment that the plan requires.
     pub(super) align: u64,
-    pub(super) fingerprint: Fingerprint,
-    pub(super) sizes: Box<[ByteSize]>,
+    /// What it was made for, without names.
+    pub(super) problem: Problem,
 }
 
 impl Plan {
@@ -162,66 +162,6 @@ impl Plan {
     }
 }
 
-// A hash that tells whether two problems differ in more than names and sizes.
-//
-// `Plan::serves` (`planned`) compares it. Problems with the same fingerprint and other sizes can be
-// served by one plan.
-
-/// A hash of everything in a problem except names and sizes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub(super) struct Fingerprint(u128);
-
-impl Fingerprint {
-    /// The offset basis and prime of 128-bit FNV-1a; here 64 bits are mixed in at a time, and the
-    /// high bits of the product are folded back.
-    const EMPTY: Self = Self(0x6C62_272E_07BB_0142_62B8_2175_6295_C58D);
-    const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013B;
-
-    fn add(&mut self, value: u64) {
-        let product = (self.0 ^ u128::from(value)).wrapping_mul(Self::PRIME);
-        self.0 = (product ^ (product >> 61)).wrapping_mul(Self::PRIME);
-    }
-
-    fn add_demand(&mut self, demand: &Demand) {
-        let Demand { name: _, size: _, align, live, gaps, offset, role } = demand;
-        self.add(*align);
-        self.add(live.start.cast_unsigned());
-        self.add(live.end.cast_unsigned());
-        self.add(*role as u64);
-        self.add(u64::from(offset.is_some()));
-        self.add(offset.unwrap_or(0));
-        self.add(gaps.len() as u64);
-        for gap in gaps {
-            self.add(gap.span.start.cast_unsigned());
-            self.add(gap.span.end.cast_unsigned());
-            self.add(u64::from(gap.window.is_some()));
-            let window = gap.window.clone().unwrap_or_default();
-            self.add(window.start);
-            self.add(window.end);
-        }
-    }
-}
-
-impl Problem {
-    /// Returns the fingerprint, which must be equal for a plan to serve two problems. O(n).
-    #[must_use]
-    pub(super) fn fingerprint(&self) -> Fingerprint {
-        let mut hash = Fingerprint::EMPTY;
-        hash.add(self.demands().len() as u64);
-        for (id, demand) in self.ids().zip(self.demands()) {
-            hash.add_demand(demand);
-            let over = self.unions.over(id.0);
-            hash.add(u64::from(over.is_some()));
-            if let Some(over) = over {
-                hash.add(u64::from(over));
-                hash.add(u64::from(self.unions.replaces(id.0)));
-                hash.add(self.unions.root(id.0).1);
-            }
-        }
-        hash
-    }
-}
-
 // Reuse of plans: smaller shapes, buckets of shapes, small changes.
 //
 // A plan serves another problem if every buffer has the same size or less and everything else is
@@ -229,7 +169,7 @@ impl Problem {
 // offsets. A view at a third of a size that changes is therefore another problem each time; a view
 // at a fixed stride is not. External memory may have any size. GGML compares only numbers and
 // sizes of tensors, so for a graph with different connections it can reuse offsets at which the
-// graph overwrites itself. Here all of it goes into a 128-bit hash.
+// graph overwrites itself. Here all of it is compared.
 //
 // Invariant: a plan that serves a problem passes `verify` for it.
 
@@ -239,12 +179,14 @@ impl Plan {
     /// # Errors
     /// [`PlanError::OtherShape`], or [`PlanError::LargerThanPlanned`] for the first such buffer.
     pub fn serves(&self, problem: &Problem) -> Result<(), PlanError> {
-        if problem.fingerprint() != self.fingerprint {
+        if !problem.has_shape_of(&self.problem) {
             return Err(PlanError::OtherShape);
         }
-        for ((id, demand), planned) in problem.ids().zip(problem.demands()).zip(&self.sizes) {
-            if demand.size > *planned && !problem.is_external(id) {
-                let (name, size, planned) = (demand.name.clone(), demand.size, *planned);
+        for (id, (demand, planned)) in
+            problem.ids().zip(problem.demands().iter().zip(self.problem.demands()))
+        {
+            if demand.size > planned.size && !problem.is_external(id) {
+                let (name, size, planned) = (demand.name.clone(), demand.size, planned.size);
                 return Err(PlanError::LargerThanPlanned { name, size, planned });
             }
         }
@@ -291,15 +233,15 @@ impl Planner<'_> {
         };
         // A proof about the pinned buffers says nothing about the problem itself.
         let bound = problem.lower_bound()?.min(planned.peak);
-        Ok(Plan { fingerprint: problem.fingerprint(), bound, ..planned })
+        Ok(Plan { problem: problem.unnamed(), bound, ..planned })
     }
 }
 
 /// A cache of plans by bucket of shapes, such as the next power of two of a batch size.
 ///
 /// Each bucket has one plan, in which every buffer has its largest size in any problem so far. For
-/// problems of one fingerprint, planning soon stops. A problem with another fingerprint replaces
-/// the bucket's plan, so use separate buckets for them.
+/// problems that differ only in sizes, planning soon stops. Any other problem replaces the bucket's
+/// plan, so use separate buckets for them.
 #[derive(Clone, Debug, Default)]
 pub struct PlanCache {
     plans: BTreeMap<u64, Plan>,
@@ -325,9 +267,9 @@ impl PlanCache {
     ) -> Result<&Plan, PlanError> {
         if self.plans.get(&bucket).is_none_or(|plan| plan.serves(problem).is_err()) {
             let before = self.plans.get(&bucket);
-            let same = before.filter(|plan| plan.fingerprint == problem.fingerprint());
+            let same = before.filter(|plan| problem.has_shape_of(&plan.problem));
             let plan = match same {
-                Some(before) => planner.plan(&problem.at_least(&before.sizes))?,
+                Some(before) => planner.plan(&problem.at_least(&before.problem))?,
                 None => planner.plan(problem)?,
             };
             self.plans.insert(bucket, plan);

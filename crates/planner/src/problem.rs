@@ -29,7 +29,7 @@ pub(super) const TOTAL_MAX: u64 = u64::MAX >> 2;
 /// assert_eq!(problem.lower_bound()?, ByteSize::kib(64));
 /// # Ok::<(), lowtide_planner::PlanError>(())
 /// ```
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Problem {
     demands: Vec<Demand>,
     pub(super) unions: Unions,
@@ -125,14 +125,39 @@ impl Problem {
         self.demands[id.index()].offset = Some(offset);
     }
 
-    /// Returns the problem with each size raised to at least that of another problem with the same
-    /// fingerprint.
-    pub(super) fn at_least(&self, sizes: &[ByteSize]) -> Self {
+    /// Returns the problem with each size raised to at least that of another one of its shape.
+    pub(super) fn at_least(&self, other: &Self) -> Self {
         let mut larger = self.clone();
-        for (demand, size) in larger.demands.iter_mut().zip(sizes) {
-            demand.size = demand.size.max(*size);
+        for (demand, other) in larger.demands.iter_mut().zip(&other.demands) {
+            demand.size = demand.size.max(other.size);
         }
         larger
+    }
+
+    /// Returns the problem without names.
+    pub(super) fn unnamed(&self) -> Self {
+        let unnamed = |demand: &Demand| {
+            let (live, gaps) = (demand.live.clone(), demand.gaps.clone());
+            Demand { name: String::new(), live, gaps, ..*demand }
+        };
+        let demands = self.demands.iter().map(unnamed).collect();
+        Self { demands, unions: self.unions.clone(), total: self.total }
+    }
+
+    /// Returns `true` if the other problem differs in nothing but names and sizes. O(n).
+    pub(super) fn has_shape_of(&self, other: &Self) -> bool {
+        let shape = |problem: &Self, id: BufferId| {
+            let over = problem.unions.over(id.0);
+            over.map(|over| (over, problem.unions.replaces(id.0), problem.unions.root(id.0).1))
+        };
+        let is_same = |(id, (one, two)): (BufferId, (&Demand, &Demand))| {
+            let Demand { name: _, size: _, align, live, gaps, offset, role } = one;
+            (align, live, gaps) == (&two.align, &two.live, &two.gaps)
+                && (offset, role) == (&two.offset, &two.role)
+                && shape(self, id) == shape(other, id)
+        };
+        let pairs = self.demands.iter().zip(&other.demands);
+        self.demands.len() == other.demands.len() && self.ids().zip(pairs).all(is_same)
     }
 
     fn named(&self, id: BufferId) -> String {

@@ -338,13 +338,13 @@ fn check_reuse(first: &Member<'_>, second: &Member<'_>) -> Result<(), PlanError>
 // on the way.
 
 /// The forest of shared memory.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Unions {
     links: Vec<Link>,
 }
 
 /// One buffer's place in the forest.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Link {
     /// The buffer whose memory it shares; itself if none.
     over: u32,

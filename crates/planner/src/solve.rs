@@ -8,7 +8,6 @@
 //! Invariant: the plan is no worse than that of any rule that ran, and is verified.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
@@ -68,12 +67,7 @@ pub struct Planner<'a> {
     on_better: Box<dyn FnMut(ByteSize) + 'a>,
 }
 
-impl fmt::Debug for Planner<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (budget, enough) = (self.budget, self.enough);
-        write!(f, "Planner {{ budget: {budget:?}, enough: {enough:?} }}")
-    }
-}
+lowtide_core::debug_as!(Planner<'_>, |it| budget: it.budget, enough: it.enough);
 
 impl<'a> Planner<'a> {
     /// Creates a planner that uses this clock, with a time limit of one second.
@@ -248,9 +242,8 @@ fn assembled<O: AsRef<[u64]>>(
     let bound = ByteSize::new(live).min(peak);
     let aligns = problem.demands().iter().map(|demand| demand.align);
     let align = aligns.fold(1, |all, align| lcm(all, align).unwrap_or(u64::MAX));
-    let sizes = problem.demands().iter().map(|demand| demand.size).collect();
-    let fingerprint = problem.fingerprint();
-    let plan = Plan { places, segments, peak, bound, nodes: 0, align, fingerprint, sizes };
+    let own = problem.unnamed();
+    let plan = Plan { places, segments, peak, bound, nodes: 0, align, problem: own };
     plan.verify(problem).map_err(|error| PlanError::Refuted(Box::new(error)))?;
     Ok(plan)
 }

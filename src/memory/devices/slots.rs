@@ -172,7 +172,7 @@ impl Drop for ArenaUse {
     }
 }
 
-lowtide_admission::debug_as!(ArenaUse, |it| slot: it.slot(), conflicts: it.conflicts().len());
+lowtide_core::debug_as!(ArenaUse, |it| slot: it.slot(), conflicts: it.conflicts().len());
 
 /// The operation on a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -63,14 +63,6 @@ const _: () = assert!(WRITTEN_MAX <= HALF_BYTES);
 /// An unknown amount.
 const UNKNOWN: u64 = u64::MAX;
 
-/// The phases by their numbers in the file.
-const PHASES: [RequestPhase; 4] = [
-    RequestPhase::Receiving,
-    RequestPhase::Suspended,
-    RequestPhase::Working,
-    RequestPhase::Answered,
-];
-
 /// A value in a recording.
 pub(super) trait Stored: Sized {
     fn put(&self, to: &mut HalfWriter);
@@ -134,8 +126,7 @@ stored_as! {
     Option<ByteSize>: |it: &Self| it.map(ByteSize::get),
         |it: Option<u64>| Some(it.map(ByteSize::new));
     Level: |it: &Self| it.as_u8(), |it| Some(Self::from_u8(it));
-    RequestPhase: |it: &Self| (0..).zip(PHASES).find(|of| of.1 == *it).map_or(u8::MAX, |of| of.0),
-        |it: u8| PHASES.get(usize::from(it)).copied();
+    RequestPhase: |it: &Self| *it as u8, |it: u8| Self::ALL.get(usize::from(it)).copied();
     RunEnd: |it: &Self| *it as u8, Self::from_u8;
 }
 

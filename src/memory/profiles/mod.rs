@@ -30,7 +30,7 @@ use self::folder::Folder;
 #[cfg(feature = "profiling")]
 use self::suspects::Suspects;
 use super::error::Diagnostic;
-use super::trend::LeakSuspects;
+use super::trend::Grown;
 
 /// The requests to the profiler's thread, and its last comparison.
 #[derive(Debug, Default)]
@@ -40,7 +40,7 @@ pub(super) struct Profiles {
     /// The cause of a requested capture, and the required bytes.
     capture: Mutex<Option<(CaptureCause, ByteSize)>>,
     compare: AtomicBool,
-    suspects: Mutex<Option<LeakSuspects>>,
+    suspects: Mutex<Option<Grown>>,
 }
 
 /// The part of the sensor that asks for captures.
@@ -109,7 +109,7 @@ impl Profiles {
         self.bell.ring();
     }
 
-    pub(super) fn suspects(&self) -> Option<LeakSuspects> {
+    pub(super) fn suspects(&self) -> Option<Grown> {
         lock(&self.suspects).clone()
     }
 }

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use crate::bytes::{ByteSize, prefix};
 use crate::clock::Moment;
-use crate::memory::trend::{LeakSuspect, LeakSuspects};
+use crate::memory::trend::{Grown, LeakSuspect};
 use lowtide_heap::{AllocationProfile, AllocationStack, ProfileMapping};
 
 /// The maximum number of stacks in a summary.
@@ -96,12 +96,12 @@ impl Suspects {
         profile: &AllocationProfile,
         taken: Moment,
         at: Duration,
-    ) -> Option<LeakSuspects> {
+    ) -> Option<Grown> {
         let newest = Summary::of(profile, taken, at);
         let start = *self.start.get_or_insert(taken);
         let found = self.base.as_ref().map(|base| {
             let grown = newest.grown(base, profile.interval);
-            LeakSuspects { from: base.at, to: at, sites: named(&grown, &profile.mappings) }
+            (base.at..at, named(&grown, &profile.mappings))
         });
         let Some(middle) = &self.middle else {
             if self.base.is_none() {
@@ -259,10 +259,10 @@ mod tests {
         assert_eq!(suspects.add(&profile(&[(7, 8), (9, 100)]), taken, time), None);
         let (taken, time) = at(20);
         let found = suspects.add(&profile(&[(7, 80), (9, 107), (11, 30)]), taken, time);
-        let found = found.expect("two quiet times");
-        assert_eq!((found.from.as_secs(), found.to.as_secs()), (10, 20));
+        let (times, sites) = found.expect("two quiet times");
+        assert_eq!((times.start.as_secs(), times.end.as_secs()), (10, 20));
         let mib = |site: &LeakSuspect| (site.then.get() >> 20, site.now.get() >> 20);
-        let sites: Vec<_> = found.sites.iter().map(mib).collect();
+        let sites: Vec<_> = sites.iter().map(mib).collect();
         assert_eq!(sites, [(8, 80), (0, 30)], "a growth below one sample is noise");
     }
 
@@ -276,11 +276,11 @@ mod tests {
             let (taken, time) = at(second);
             found = suspects.add(&live(second), taken, time);
         }
-        let found = found.expect("many quiet times");
+        let (times, sites) = found.expect("many quiet times");
         let age = |time: Duration| (time.as_secs() - 10) * 100 / 990;
-        assert!((25..=50).contains(&age(found.from)), "{found:?}");
-        assert_eq!(found.sites.len(), 1, "{found:?}");
-        assert_eq!(found.sites[0].now, ByteSize::mib(200));
+        assert!((25..=50).contains(&age(times.start)), "{times:?}");
+        assert_eq!(sites.len(), 1, "{sites:?}");
+        assert_eq!(sites[0].now, ByteSize::mib(200));
     }
 
     #[test]

@@ -24,7 +24,6 @@ use http::header::{CONTENT_DISPOSITION, CONTENT_TYPE};
 use http::{HeaderValue, Method, Request, Response, StatusCode};
 use serde_json::json;
 
-use crate::bytes::ParseByteSizeError;
 use crate::clock::Clock;
 use crate::heap::{Profiler, profiler};
 use crate::memory::{AdminCommand, Memory, MemoryError};
@@ -163,8 +162,8 @@ fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, Denial> {
         "trim" => {
             let query = Query::read(query, &["arena", "keep"])?;
             let text = query.get("keep").unwrap_or("0");
-            let invalid = |error: ParseByteSizeError| invalid_value("keep", text, error.expected);
-            let keep = text.parse().map_err(invalid)?;
+            let keep = text.parse().map_err(|expected: &str| invalid_value("keep", text, expected));
+            let keep = keep?;
             AdminCommand::Trim { arena: query.need("arena")?.to_owned(), keep }
         }
         "sleep" => AdminCommand::Sleep { arena: arena(query)? },
@@ -192,8 +191,8 @@ fn fit(query: Option<&str>) -> Result<AdminCommand, Denial> {
     let query = Query::read(query, &["limit", "within", "page_cache"])?;
     let limit = match query.need("limit")? {
         "none" => None,
-        text => Some(text.parse().map_err(|error: ParseByteSizeError| {
-            invalid_value("limit", text, format!("{}, or none", error.expected))
+        text => Some(text.parse().map_err(|expected: &str| {
+            invalid_value("limit", text, format!("{expected}, or none"))
         })?),
     };
     let within = match query.get("within") {

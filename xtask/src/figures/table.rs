@@ -50,10 +50,7 @@ pub(super) const SUBJECTS: &[(&str, &str)] = &[
     ("gpu", "an arena on a GPU, over the simulation: calls, bytes, order; some minutes"),
     ("faults", "faults that were found and fixed: what goes wrong now, with a real ONNX Runtime"),
     ("measured", "requests that are measured: errors, costs, overload; over an hour"),
-    (
-        "traffic",
-        "cases of services, streams, mixed loads, a request's path: half an hour",
-    ),
+    ("traffic", "cases of services, streams, mixed loads, a request's path: half an hour"),
     ("room", "requests that wait for room, evictions of models, leaks: some 75 minutes"),
     ("engines", "ONNX Runtime in a service, and the C library: half an hour"),
     (

@@ -4,11 +4,11 @@
 //! That rules evaluate is promtool's to check; that each query finds something, the job
 //! `dashboards`, which asks them of a real Prometheus.
 //!
-//! Invariant: `docs/METRICS.md` ends with the lists of `names::markdown()`.
+//! Invariant: `docs/METRICS.md` ends with the lists of the table.
 
 use std::collections::BTreeSet;
 
-use super::names::{self, Metric, MetricKind, MetricsTier, TABLE};
+use super::names::{Metric, MetricKind, MetricsTier, TABLE};
 use crate::tree::{Faults, Source, Tree};
 
 const RULES: &str = "dashboards/lowtide.rules.yml";
@@ -25,7 +25,10 @@ pub(super) fn check(tree: &Tree, faults: &Faults) {
     let mut shown = BTreeSet::new();
     for file in &tree.files {
         let is_shown = file.is_under("dashboards");
-        for name in words(&file.text, "lowtide_", "process_").filter(|_| is_named_in(file)) {
+        if !is_shown && !is_of_deployment(file) {
+            continue;
+        }
+        for name in words(&file.text, "lowtide_", "process_") {
             match metric(name) {
                 Some(metric) => {
                     let is_published = metric.tier == MetricsTier::Basic || file.name == DETAIL;
@@ -63,11 +66,16 @@ pub(super) fn write(tree: &Tree) -> (String, String) {
 
 fn written(page: &str) -> String {
     let before = page.split("## Published by default").next().unwrap_or(page);
-    format!("{before}{}", names::markdown())
+    let list = |tier| TABLE.iter().filter(move |it| it.tier == tier).map(line).collect::<String>();
+    let (basic, detail) = (list(MetricsTier::Basic), list(MetricsTier::Detail));
+    let heading = "## Published with `LOWTIDE_METRICS=detail`";
+    format!("{before}## Published by default\n\n{basic}\n{heading}\n\n{detail}")
 }
 
-fn is_named_in(file: &Source) -> bool {
-    file.is_under("dashboards") || is_of_deployment(file)
+/// Returns the line of a metric: its name with its labels, and its meaning.
+fn line(metric: &Metric) -> String {
+    let labels = format!("{{{}}}", metric.labels.join(",")).replace("{}", "");
+    format!("- `{}{labels}`: {}\n", metric.name, metric.help)
 }
 
 fn is_of_deployment(file: &Source) -> bool {

@@ -13,13 +13,7 @@ use crate::tree::{Faults, Package};
 /// For folders of packages, the parts from the ground up. Those of one layer may import each other.
 const LAYERS: &[(&str, &[&[&str]])] = &[
     ("", &[&["admission", "heap"], &["metrics"], &["config"], &["memory"], &["service"]]),
-    (
-        "crates/core/",
-        &[
-            &["buckets", "bytes", "clock", "file", "fork", "sync"],
-            &["decay", "kernel", "log", "named", "rate"],
-        ],
-    ),
+    ("crates/core/", &[&["bytes", "clock", "file", "fork", "sync"], &["decay", "kernel", "rate"]]),
     ("crates/admission/", &[&["pressure"], &["signal"]]),
     (
         "crates/gpu/",
@@ -187,7 +181,7 @@ fn paths(tokens: &[Token]) -> Vec<Path> {
             }
             // A visibility names a module alone: `pub(in crate::a)`.
             "crate" | "super"
-                if is_path(tokens, at) && !(is_after("in") && is_scope(tokens, at)) =>
+                if is_path(tokens, at) && !(is_after("in") && tokens[at - 2].text == "(") =>
             {
                 plain(tokens, at, &mut found)
             }
@@ -195,10 +189,6 @@ fn paths(tokens: &[Token]) -> Vec<Path> {
         };
     }
     found
-}
-
-fn is_scope(tokens: &[Token], at: usize) -> bool {
-    at >= 2 && tokens[at - 2].text == "("
 }
 
 fn is_path(tokens: &[Token], at: usize) -> bool {

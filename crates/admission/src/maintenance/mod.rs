@@ -6,7 +6,7 @@
 //! one, [`run_worker`] on the other.
 //!
 //! Invariants: `next > now`, and `next - now <= idle_tick`; a purge happens only for pressure or
-//! exhaustion, an unload, an operator's request, growth ([`PurgeGrowth`]), or if
+//! exhaustion, an unload, an operator's request, growth ([`Settings::purge_growth`]), or if
 //! `purgeable - decaying + free blocks of the C library > max(purge_floor, purge_part x live)`;
 //! levels depend on physical bytes, allowances on required ones.
 
@@ -45,7 +45,7 @@ pub use account::DeviceFigures;
 use jobs::Jobs;
 pub use jobs::{Job, Trigger};
 pub use saturation::{REPORT_WINDOW, SHED_SHOWN, mean_weight};
-pub use settings::{PurgeGrowth, Settings, SettingsError};
+pub use settings::{Settings, SettingsError};
 pub use state::PressureState;
 pub use worker::{MaintenanceActions, Worker, run_control, run_worker};
 

@@ -34,7 +34,6 @@ use crate::tally::AdmissionStats;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
-use super::settings::PurgeGrowth;
 use super::{Job, Jobs, Maintenance, Sample, Trigger};
 
 /// The pause between purges for growth, for each MiB. A purge takes about 0.1 ms for each MiB, and
@@ -44,6 +43,10 @@ const PAUSE_PER_MIB: Duration = Duration::from_micros(100 * 100);
 /// The time after a load in which a purge counts as caused by the load. It is longer than the
 /// maximum age of a sample's figures.
 const LOAD_WINDOW: Duration = Duration::from_secs(2);
+
+/// The time for which growth must last: pages that decay by themselves cost no page fault, and pages
+/// that the next request uses again would be faulted in again.
+const HOLD: Duration = Duration::from_secs(2);
 
 /// The growth of memory that a purge may release.
 #[derive(Clone, Copy, Debug)]
@@ -71,14 +74,14 @@ impl RetainedGrowth {
     }
 
     /// Returns `true` if the growth has lasted for long enough to be worth a purge.
-    fn is_due(&mut self, settings: PurgeGrowth, sample: &Sample, now: Moment) -> bool {
-        let worth = settings.floor.max(self.base.scaled(settings.part));
+    fn is_due(&mut self, (floor, part): (ByteSize, f64), sample: &Sample, now: Moment) -> bool {
+        let worth = floor.max(self.base.scaled(part));
         if sample.untracked_anonymous.saturating_sub(self.low) <= worth {
             self.since = None;
             return false;
         }
         let since = *self.since.get_or_insert(now);
-        now - since >= settings.hold && now >= self.next
+        now - since >= HOLD && now >= self.next
     }
 
     /// Resets the growth when a purge begins, for any reason.
@@ -210,8 +213,7 @@ mod tests {
     use lowtide_core::clock::ManualClock;
     use lowtide_core::sync::{Mutex, lock};
 
-    const SETTINGS: PurgeGrowth =
-        PurgeGrowth { floor: ByteSize::mib(64), part: 0.10, hold: Duration::from_secs(2) };
+    const SETTINGS: (ByteSize, f64) = (ByteSize::mib(64), 0.10);
 
     fn at(millis: u64) -> Moment {
         Moment::after_origin(Duration::from_millis(millis))
@@ -436,7 +438,7 @@ mod tests {
 
     /// Returns why a service that holds a request is purged while it keeps 300 MiB more than at its
     /// start.
-    fn purged_within_20s(purge_growth: Option<PurgeGrowth>, purgeable: u64) -> Vec<Trigger> {
+    fn purged_within_20s(purge_growth: Option<(ByteSize, f64)>, purgeable: u64) -> Vec<Trigger> {
         let settings = Settings { purge_growth, ..Settings::default() };
         let seen = Seen::of(sample_of(20));
         let (mut loops, admission) = loops(&seen, settings, Resources::new());
@@ -521,7 +523,7 @@ mod tests {
     #[test]
     fn growth_by_a_part_that_is_none_is_refused() {
         for part in [0.0, -0.1, 1.1, f64::NAN] {
-            let purge_growth = Some(PurgeGrowth { part, ..SETTINGS });
+            let purge_growth = Some((SETTINGS.0, part));
             let settings = Settings { purge_growth, ..Settings::default() };
             assert_eq!(settings.check().expect_err("refused").name, "purge_growth.part");
         }

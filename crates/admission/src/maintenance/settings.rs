@@ -49,8 +49,10 @@ pub struct Settings {
     /// The smallest amount worth a purge, as a fraction of the live bytes, in (0, 1]. Default: .25.
     /// Both minimums apply.
     pub purge_part: f64,
-    /// The growth that triggers a purge; `None` disables it. Default: `None`.
-    pub purge_growth: Option<PurgeGrowth>,
+    /// The smallest growth of retained memory that triggers a purge if it lasts for two seconds,
+    /// and the same as a fraction of the anonymous memory from which it grew, above 0 and at most
+    /// 1. Both minimums apply. `None` disables it. Default: `None`.
+    pub purge_growth: Option<(ByteSize, f64)>,
     /// Time between runs of the heap's decay while there is something to decay; `None` if the
     /// allocator has its own threads for that. Default: `None`.
     pub heap_decay_interval: Option<Duration>,
@@ -88,19 +90,6 @@ impl Default for Settings {
     }
 }
 
-/// The growth of retained memory that triggers a purge.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct PurgeGrowth {
-    /// The smallest growth that triggers a purge.
-    pub floor: ByteSize,
-    /// The smallest growth that triggers a purge, as a fraction of the anonymous memory from which
-    /// it grew; above 0, at most 1. Both minimums apply.
-    pub part: f64,
-    /// The time for which the growth must last: pages that decay by themselves cost no page fault,
-    /// and pages that the next request uses again would be faulted in again.
-    pub hold: Duration,
-}
-
 /// An invalid setting.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("{name} is {value}: expected {expected}")]
@@ -133,7 +122,7 @@ impl Settings {
             ("ceiling", self.ceiling),
             ("ceiling_max", self.ceiling_max),
             ("purge_part", self.purge_part),
-            ("purge_growth.part", self.purge_growth.map_or(1.0, |growth| growth.part)),
+            ("purge_growth.part", self.purge_growth.map_or(1.0, |(_, part)| part)),
             ("share", self.share),
         ];
         for (name, value) in parts {

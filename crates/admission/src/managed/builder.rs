@@ -8,7 +8,6 @@
 //! same scope.
 
 use std::cell::Cell;
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -189,11 +188,7 @@ impl<T: Send + Sync + 'static> ManagedBuilder<T> {
     }
 }
 
-impl<T: Send + Sync + 'static> fmt::Debug for ManagedBuilder<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ManagedBuilder").field("name", &self.name).finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!([T: Send + Sync + 'static] ManagedBuilder<T>, |it| name: it.name);
 
 /// A scope within which a resource's loads and clean-ups run. It may act before and after them, on
 /// the thread that they run on.

@@ -24,7 +24,6 @@ mod error;
 mod resource;
 mod ticket;
 
-use std::fmt;
 use std::future::{Future, poll_fn};
 use std::sync::Arc;
 use std::time::Duration;
@@ -174,11 +173,7 @@ impl<T: Send + Sync + 'static> Clone for Managed<T> {
     }
 }
 
-impl<T: Send + Sync + 'static> fmt::Debug for Managed<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Managed").field("name", &self.cell.name()).finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!([T: Send + Sync + 'static] Managed<T>, |it| name: it.cell.name());
 
 /// For programs without a `Memory`. The worker of a `Memory` does this for registered resources.
 impl<T: Send + Sync + 'static> Managed<T> {

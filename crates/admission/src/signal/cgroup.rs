@@ -28,7 +28,7 @@ use lowtide_core::kernel::number;
 
 use super::events::{EventFiles, MemoryEvents};
 use super::file::{SignalError, SignalFile, keyed, read_whole};
-use super::limit::{BoundScope, Freshness, Limit, LimitBound, LimitSource};
+use super::limit::{Limit, LimitBound, LimitSource, NOW, STALE, UNREADABLE};
 
 /// The largest number of levels read, including the leaf. systemd and Kubernetes nest below ten.
 const LEVELS_MAX: usize = 32;
@@ -135,7 +135,7 @@ struct LimitRead<'a> {
     /// What the leaf holds of it, and the other members.
     ours: u64,
     others: u64,
-    freshness: Freshness,
+    freshness: &'static str,
 }
 
 /// The figures of `memory.stat` at one level.
@@ -256,7 +256,7 @@ impl Cgroup {
                 name: read.folder.join(read.name).display().to_string(),
                 limit: read.limit.map(ByteSize::new),
                 used: read.limit.map(|_| ByteSize::new(read.ours.saturating_add(read.others))),
-                scope: BoundScope::Group,
+                scope: "group",
                 freshness: read.freshness,
             });
         });
@@ -279,7 +279,7 @@ impl Cgroup {
         let (folder, source, others) = (&*leaf.folder, LimitSource::Cgroup, 0);
         let hierarchical = self.hierarchical(stat, &mut is_stale);
         if hierarchical.is_some() {
-            let freshness = if is_stale { Freshness::Stale } else { Freshness::Now };
+            let freshness = if is_stale { STALE } else { NOW };
             let (name, limit) = ("memory.stat", hierarchical);
             each(LimitRead { folder, name, source, limit, ours, others, freshness });
         }
@@ -287,10 +287,10 @@ impl Cgroup {
             let mut of_others = None;
             for file in [&group.max, &group.high] {
                 let (limit, freshness) = file.read();
-                is_stale |= freshness == Freshness::Stale;
+                is_stale |= freshness == STALE;
                 // Version 1 without `use_hierarchy`: a smaller limit above does not apply.
                 let is_apart = depth > 0 && hierarchical.is_some_and(|bound| limit < bound);
-                let is_unreadable = freshness == Freshness::Unreadable;
+                let is_unreadable = freshness == UNREADABLE;
                 if (limit == u64::MAX || is_apart) && !is_unreadable {
                     continue;
                 }
@@ -402,24 +402,24 @@ impl LimitFile {
         let file = name.and_then(|_| SignalFile::open_if_any(&path, missing));
         let (is_unreadable, last) = (missing.len() > before, AtomicU64::new(u64::MAX));
         let opened = Self { name: name.unwrap_or_default(), source, file, is_unreadable, last };
-        if opened.read().1 == Freshness::Stale {
+        if opened.read().1 == STALE {
             missing.push(SignalError::Malformed { path, expected: "a limit: bytes, or `max`" });
         }
         opened
     }
 
     /// Reads the limit, or returns the last value if the file cannot be read or parsed.
-    fn read(&self) -> (u64, Freshness) {
+    fn read(&self) -> (u64, &'static str) {
         let Some(file) = &self.file else {
-            let freshness = if self.is_unreadable { Freshness::Unreadable } else { Freshness::Now };
+            let freshness = if self.is_unreadable { UNREADABLE } else { NOW };
             return (u64::MAX, freshness);
         };
         match file.read_line(limit_of).flatten() {
             Some(limit) => {
                 self.last.store(limit, Ordering::Relaxed);
-                (limit, Freshness::Now)
+                (limit, NOW)
             }
-            None => (self.last.load(Ordering::Relaxed), Freshness::Stale),
+            None => (self.last.load(Ordering::Relaxed), STALE),
         }
     }
 }

@@ -106,10 +106,14 @@ pub struct LimitBound {
     pub limit: Option<ByteSize>,
     /// What is compared with it, without page cache; `None` if unknown.
     pub used: Option<ByteSize>,
-    /// Whose memory is compared with it.
-    pub scope: BoundScope,
-    /// The age of its value.
-    pub freshness: Freshness,
+    /// Whose memory is compared with it: that of all processes of a cgroup (`group`), of this
+    /// process (`process`), or of all processes of the machine (`machine`).
+    pub scope: &'static str,
+    /// The age of its value: read with this sample (`now`); read about once a second
+    /// ([`Signals::look`](super::Signals::look)) (`second`); the last value, because it cannot be
+    /// read or parsed any more (`stale`); or never read (`unreadable`): then it limits nothing
+    /// here, and may do so in the kernel.
+    pub freshness: &'static str,
 }
 
 impl fmt::Display for LimitBound {
@@ -117,36 +121,11 @@ impl fmt::Display for LimitBound {
         let Self { name, limit, scope, freshness, .. } = self;
         let show = |bytes: Option<ByteSize>| bytes.map_or_else(|| "?".into(), |it| it.to_string());
         let (used, limit) = (show(self.used), show(*limit));
-        write!(f, "{name}: {used} of {limit} ({}, {})", scope.name(), freshness.name())
+        write!(f, "{name}: {used} of {limit} ({scope}, {freshness})")
     }
 }
 
-lowtide_core::named_enum! {
-    /// Whose memory a bound is compared with.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    #[non_exhaustive]
-    pub enum BoundScope {
-        /// That of all processes of a cgroup.
-        Group = "group",
-        /// That of this process.
-        Process = "process",
-        /// That of all processes of the machine.
-        Machine = "machine",
-    }
-}
-
-lowtide_core::named_enum! {
-    /// The age of a bound's value.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    #[non_exhaustive]
-    pub enum Freshness {
-        /// Read with this sample.
-        Now = "now",
-        /// Read about once a second ([`Signals::look`](super::Signals::look)).
-        Second = "second",
-        /// The last value: it cannot be read or parsed any more.
-        Stale = "stale",
-        /// It exists and has never been read. It limits nothing here, and may do so in the kernel.
-        Unreadable = "unreadable",
-    }
-}
+// The values of `LimitBound::freshness` that a file has.
+pub(super) const NOW: &str = "now";
+pub(super) const STALE: &str = "stale";
+pub(super) const UNREADABLE: &str = "unreadable";

@@ -29,7 +29,7 @@ mod tracker;
 
 pub use events::{EventCounts, MemoryEvents, Psi};
 pub use file::SignalError;
-pub use limit::{BoundScope, Freshness, Limit, LimitBound, LimitSource};
+pub use limit::{Limit, LimitBound, LimitSource};
 pub use machine::Cpus;
 pub use mappings::Mappings;
 pub use signals::{Resident, Signal, Signals};

@@ -10,7 +10,7 @@ use lowtide_core::sync::{Mutex, lock};
 use super::cgroup::{Cgroup, CgroupReading};
 use super::events::{self, MemoryEvents, Psi};
 use super::file::{SignalError, SignalFile};
-use super::limit::{BoundScope, Freshness, Limit, LimitBound, LimitSource};
+use super::limit::{Limit, LimitBound, LimitSource};
 use super::machine::{self, Cpus, Machine, SpaceLimits};
 
 /// The page size of x86-64 and of most aarch64 kernels, for file trees of other machines.
@@ -67,12 +67,13 @@ struct Used {
     resident: Option<Statm>,
     /// The bytes that count against the limit.
     physical: ByteSize,
-    /// They are those of the cgroup, or anonymous and shared memory of this process.
-    is_group: bool,
+    /// `group` if they are those of the cgroup, `process` if they are anonymous and shared memory
+    /// of this process.
+    scope: &'static str,
 }
 
 /// A bound outside the cgroup: its limit, and what is compared with it.
-type Outer = (LimitSource, &'static str, [ByteSize; 2], BoundScope);
+type Outer = (LimitSource, &'static str, [ByteSize; 2], &'static str);
 
 impl Signals {
     /// Opens the available signals. Never fails: unavailable ones are listed in
@@ -228,8 +229,8 @@ impl Signals {
         let anonymous = glance.resident.map(|held| held.anon).unwrap_or_default();
         let mut bounds = files.cgroup.as_ref().map(|group| group.bounds(anonymous));
         let bounds = bounds.get_or_insert_default();
-        let scope = if used.is_group { BoundScope::Group } else { BoundScope::Process };
-        let fit = self.fit().map(|fit| (LimitSource::Fit, "fit", [fit, used.physical], scope));
+        let fit = self.fit();
+        let fit = fit.map(|fit| (LimitSource::Fit, "fit", [fit, used.physical], used.scope));
         let outer = self.outer(&used).chain(fit);
         bounds.extend(outer.map(|(source, name, [limit, used], scope)| LimitBound {
             source,
@@ -237,7 +238,7 @@ impl Signals {
             limit: Some(limit),
             used: Some(used),
             scope,
-            freshness: Freshness::Second,
+            freshness: "second",
         }));
         let room = |bound: &LimitBound| {
             let limit = bound.limit.unwrap_or(ByteSize::MAX).get();
@@ -256,12 +257,12 @@ impl Signals {
         // A machine's limit applies to this process, a cgroup's to all of the cgroup.
         let usable = self.machine.bounds().usable.unwrap_or(ByteSize::MAX);
         let held = group.held.filter(|_| group.least.is_some_and(|least| least <= usable));
-        let (physical, is_group) = match held {
+        let (physical, scope) = match held {
             // Memory that is charged to a cgroup in which the process was before.
-            Some(held) => (held.max(anonymous.saturating_sub(self.error)), true),
-            None => (self.own(resident).or(group.held).unwrap_or_default(), false),
+            Some(held) => (held.max(anonymous.saturating_sub(self.error)), "group"),
+            None => (self.own(resident).or(group.held).unwrap_or_default(), "process"),
         };
-        (files, Used { group, resident, physical, is_group })
+        (files, Used { group, resident, physical, scope })
     }
 
     /// Returns the anonymous and shared memory of this process, which the kernel cannot drop.
@@ -275,32 +276,31 @@ impl Signals {
 
     /// Returns the bounds outside the cgroup.
     fn outer(&self, used: &Used) -> impl Iterator<Item = Outer> {
-        let scope = if used.is_group { BoundScope::Group } else { BoundScope::Process };
-        let given = self
-            .given
-            .map(|given| (LimitSource::Override, "memory_limit", [given, used.physical], scope));
+        let of_given =
+            |given| (LimitSource::Override, "memory_limit", [given, used.physical], used.scope);
+        let given = self.given.map(of_given);
         let anonymous = used.resident.map(|held| held.anon).unwrap_or_default();
-        let own = if used.is_group { anonymous } else { used.physical };
+        let own = if used.scope == "group" { anonymous } else { used.physical };
         let bounds = self.machine.bounds();
         let machine = bounds.usable.map(|usable| {
             let name = "MemTotal less huge pages";
-            (LimitSource::Machine, name, [usable, own], BoundScope::Process)
+            (LimitSource::Machine, name, [usable, own], "process")
         });
         // The room is that of the last look; what was allocated since then counts against it.
         let commit = bounds.commit(anonymous);
-        let commit = commit
-            .map(|promised| (LimitSource::Commit, "CommitLimit", promised, BoundScope::Machine));
+        let commit =
+            commit.map(|promised| (LimitSource::Commit, "CommitLimit", promised, "machine"));
         let space = *lock(&self.space);
         let space = used.resident.into_iter().flat_map(move |held| space.each(held));
-        let space = space
-            .map(|(name, limit)| (LimitSource::AddressSpace, name, limit, BoundScope::Process));
+        let space = space.map(|(name, limit)| (LimitSource::AddressSpace, name, limit, "process"));
         given.into_iter().chain(machine).chain(commit).chain(space)
     }
 
     /// Reads the files that are not part of a glance.
     pub(super) fn read(&self, glance: Glance) -> (Signal, CountedBy) {
         let (_, used) = self.used(glance);
-        let Used { group, physical, is_group, .. } = used;
+        let Used { group, physical, scope, .. } = used;
+        let is_group = scope == "group";
         let leaf = if is_group { physical } else { group.held.unwrap_or(physical) };
         let of_group = group.limit.map(|limit| (limit.source, [limit.bytes, leaf]));
         let outer = self.outer(&used).map(|(source, _, limit, _)| (source, limit));

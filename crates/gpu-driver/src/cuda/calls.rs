@@ -13,7 +13,6 @@
 #![expect(unsafe_code, reason = "calling C functions by pointer")]
 
 use std::ffi::CStr;
-use std::fmt;
 use std::ptr::NonNull;
 
 use lowtide_core::bytes::ByteSize;
@@ -273,8 +272,4 @@ pub(super) struct PointerOwner {
     pub(super) is_host: bool,
 }
 
-impl fmt::Debug for Calls {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Calls").field("made", &self.made()).finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!(Calls, |it| made: it.made());

@@ -9,7 +9,6 @@
 #![expect(unsafe_code, reason = "the calls of the trait that take memory away are unsafe")]
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 
@@ -395,19 +394,10 @@ unsafe impl Driver for CudaDriver {
     }
 }
 
-impl fmt::Debug for CudaDriver {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CudaDriver")
-            .field("device", &self.device)
-            .field("backend", &self.backend())
-            .field("managed", &self.is_managed())
-            .field("shares_pool", &self.shares_pool())
-            .field("skipped", &self.skipped)
-            .field("granularity", &self.memory.unit)
-            .field("calls_made", &self.calls_made())
-            .finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!(CudaDriver, |it|
+    device: it.device, backend: it.backend(), managed: it.is_managed(),
+    shares_pool: it.shares_pool(), skipped: it.skipped, granularity: it.memory.unit,
+    calls_made: it.calls_made());
 
 /// Returns the number of a stream or an event. The null stream and its aliases are rejected.
 fn number(handle: u64) -> DriverResult<usize> {

@@ -14,7 +14,6 @@
 //! current pool is the previous one, or the one that other code has set meanwhile.
 
 use std::collections::VecDeque;
-use std::fmt;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -516,15 +515,7 @@ impl Drop for PoolGovernor {
     }
 }
 
-impl fmt::Debug for PoolGovernor {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PoolGovernor")
-            .field("device", &self.device)
-            .field("limit", &self.limit)
-            .field("decay", &self.decay)
-            .finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!(PoolGovernor, |it| device: it.device, limit: it.limit, decay: it.decay);
 
 #[cfg(test)]
 mod tests {

@@ -14,7 +14,6 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char, c_void};
-use std::fmt;
 use std::mem::{self, ManuallyDrop};
 use std::ptr::NonNull;
 
@@ -140,11 +139,7 @@ pub struct Nvml {
     birth: Birth,
 }
 
-impl fmt::Debug for Nvml {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Nvml").field("birth", &self.birth).finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!(Nvml, |it| birth: it.birth);
 
 /// The memory of a device, by process.
 #[derive(Clone, Debug, PartialEq, Eq)]

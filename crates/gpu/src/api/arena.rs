@@ -10,7 +10,6 @@
 //! arena lives as long as one of its handles, buffers or leases.
 #![expect(unsafe_code, reason = "addresses are given back if the arena does not open")]
 
-use std::fmt;
 use std::sync::Arc;
 
 use crate::api::buffer::Buffer;
@@ -464,11 +463,7 @@ fn check_driver(driver: &dyn Driver, granule: ByteSize) -> Result<(), DeviceErro
     Ok(())
 }
 
-impl fmt::Debug for DeviceArena {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("DeviceArena").field(&self.inner).finish()
-    }
-}
+lowtide_core::debug_as!(DeviceArena, |it| inner: it.inner);
 
 impl ArenaInner {
     /// Returns the bytes and the alignment of `len` elements, for a request of this origin.
@@ -583,8 +578,4 @@ impl Drop for ShortageCallback {
     }
 }
 
-impl fmt::Debug for ShortageCallback {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ShortageCallback").field("number", &self.number).finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!(ShortageCallback, |it| number: it.number);

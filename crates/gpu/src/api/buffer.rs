@@ -9,7 +9,6 @@
 //! Invariant: `buffer not empty <=> it owns one live block of at least len x size_of::<T>() bytes`.
 #![expect(unsafe_code, reason = "device memory is seen as a slice through the driver's pointer")]
 
-use std::fmt;
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
@@ -338,12 +337,5 @@ impl<T: Pod> Drop for Buffer<T> {
     }
 }
 
-impl<T: Pod> fmt::Debug for Buffer<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Buffer")
-            .field("arena", &self.inner().name)
-            .field("region", &self.region())
-            .field("len", &self.len)
-            .finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!([T: Pod] Buffer<T>, |it|
+    arena: it.inner().name, region: it.region(), len: it.len);

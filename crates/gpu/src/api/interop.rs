@@ -9,8 +9,8 @@
 
 use std::marker::PhantomData;
 use std::ptr::NonNull;
+use std::slice;
 use std::sync::Arc;
-use std::{fmt, slice};
 
 use crate::api::arena::DeviceArena;
 use crate::api::buffer::Buffer;
@@ -125,11 +125,7 @@ impl<T: Pod> Exported<T> {
     }
 }
 
-impl<T: Pod> fmt::Debug for Exported<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Exported").field("at", &self.at).field("buffer", &self.buffer).finish()
-    }
-}
+lowtide_core::debug_as!([T: Pod] Exported<T>, |it| at: it.at, buffer: it.buffer);
 
 impl Lease {
     /// Checks that a lease belongs to this arena.
@@ -375,15 +371,7 @@ impl<T: Pod> Drop for Imported<T> {
     }
 }
 
-impl<T: Pod> fmt::Debug for Imported<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Imported")
-            .field("arena", &self.inner.name)
-            .field("at", &self.at)
-            .field("len", &self.len)
-            .finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!([T: Pod] Imported<T>, |it| arena: it.inner.name, at: it.at, len: it.len);
 
 impl ArenaInner {
     /// Records imported memory. The caller has the guarantees of `DeviceArena::import`.

@@ -6,7 +6,6 @@
 //!
 //! Invariant: every segment of the plan has a block of at least its size, also after an error.
 
-use std::fmt;
 use std::ops::Range;
 
 use crate::api::arena::DeviceArena;
@@ -60,12 +59,7 @@ pub struct PlannedMemory {
     bases: Vec<u64>,
 }
 
-impl fmt::Debug for PlannedMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (buffers, bytes) = (self.places.len(), self.bytes());
-        write!(f, "PlannedMemory {{ buffers: {buffers}, bytes: {bytes:?} }}")
-    }
-}
+lowtide_core::debug_as!(PlannedMemory, |it| buffers: it.places.len(), bytes: it.bytes());
 
 impl DeviceArena {
     /// Reserves the memory of a plan: one block on its own granules for each segment.

@@ -277,7 +277,7 @@ fn begin_remap(state: &mut ArenaState, region: Region, span: Span, granules: u64
             leaving.push(next);
         }
     }
-    let segment = &mut state.region_mut(region).segment;
+    let Some(segment) = state.region_mut(region).segment.reserved_mut() else { return Vec::new() };
     let runs = segment.begin_arrive(span, sum_of(&leaving));
     debug_assert_eq!(runs.iter().map(|run| run.granules()).sum::<u64>(), sum_of(&leaving));
     pairs(state, region, leaving, runs)
@@ -306,8 +306,8 @@ fn pairs(state: &ArenaState, region: Region, leaving: Vec<PlacedRun>, runs: Vec<
 /// Returns the greatest age that at least this many idle granules have or exceed; the lowest age if
 /// there are fewer granules. Returns `None` if no granule may leave.
 fn age_of_oldest(state: &ArenaState, granules: u64, ages: Ages) -> Option<u32> {
-    let idle = Region::ALL.iter().flat_map(|&of| state.region(of).segment.idle_ages(ages));
-    let mut idle: Vec<u32> = idle.collect();
+    let segments = Region::ALL.iter().filter_map(|&of| state.region(of).segment.reserved_segment());
+    let mut idle: Vec<u32> = segments.flat_map(|segment| segment.idle_ages(ages)).collect();
     let nth = usize::try_from(granules).unwrap_or(usize::MAX).min(idle.len()).checked_sub(1)?;
     let (_, age, _) = idle.select_nth_unstable_by(nth, |a, b| b.cmp(a));
     Some(*age)
@@ -321,7 +321,9 @@ fn end_remap(
     done: bool,
 ) {
     state.region_mut(from.region).end_leave(from.run, done);
-    state.region_mut(region).segment.end_arrive(to, done);
+    if let Some(segment) = state.region_mut(region).segment.reserved_mut() {
+        segment.end_arrive(to, done);
+    }
     state.results += 1;
     if done {
         state.totals.remaps_total += 1;

@@ -366,7 +366,8 @@ fn mark_incoming(state: &mut ArenaState, is_large: bool) -> Vec<PlacedRun> {
     let mut runs = Vec::new();
     for region in Region::ALL {
         let of = state.region_mut(region);
-        let marked = of.segment.begin_return(granules_max, handle_max);
+        let Some(segment) = of.segment.reserved_mut() else { continue };
+        let marked = segment.begin_return(granules_max, handle_max);
         runs.extend(marked.into_iter().map(|run| of.placed_run(region, run)));
     }
     runs

@@ -101,10 +101,7 @@ fn may_begin(state: &ArenaState, ages: Option<Ages>) -> bool {
 fn choose(state: &ArenaState, ages: Option<Ages>) -> Option<PlacedRun> {
     let best = |region: Region| {
         let of = state.region(region);
-        let mut handles = of.segment.stuck_handles(ages);
-        if handles.is_empty() {
-            return None;
-        }
+        let mut handles = of.segment.reserved_segment()?.stuck_handles(ages);
         handles.sort_by_key(|&(_, idle)| std::cmp::Reverse(idle));
         let blocks: Vec<_> = of.live_blocks().collect();
         let found = |&(run, _): &(Run, u64)| may_divide(state, region, run, &blocks);
@@ -258,7 +255,9 @@ fn begin_remaps(state: &mut ArenaState, split: &Split) -> Vec<Pair> {
         let from = Run::of(&(first..first + count));
         first += count;
         of.begin_part(from);
-        of.segment.begin_arrive_of(*run);
+        if let Some(segment) = of.segment.reserved_mut() {
+            segment.begin_arrive_of(*run);
+        }
         let from = of.placed_run(handle.region, from);
         pairs.push(Pair { from, region: handle.region, to: *run });
     }

@@ -10,8 +10,8 @@
 
 use std::ops::ControlFlow;
 use std::pin::pin;
+use std::ptr;
 use std::sync::{Arc, OnceLock, Weak};
-use std::{fmt, ptr};
 
 use crate::driver::{Capabilities, Driver};
 use crate::engine::alloc::{self, Begun};
@@ -615,15 +615,7 @@ impl Drop for ArenaInner {
     }
 }
 
-impl fmt::Debug for ArenaInner {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ArenaInner")
-            .field("name", &self.name)
-            .field("driver", &self.driver)
-            .field("largest", &self.largest)
-            .finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!(ArenaInner, |it| name: it.name, driver: it.driver, largest: it.largest);
 
 // Runs operations of the engine for the handles of an arena. An allocation and a resize run
 // several, one after the other, from the first step to the error.

@@ -6,7 +6,6 @@
 //! Invariant: the arena knows the stream while its [`LaneInner`] exists.
 #![expect(unsafe_code, reason = "only the caller knows that a stream is there")]
 
-use std::fmt;
 use std::sync::Arc;
 
 use crate::driver::{Driver, DriverError, EventHandle, StreamHandle};
@@ -203,11 +202,7 @@ impl Drop for LaneInner {
     }
 }
 
-impl fmt::Debug for LaneInner {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LaneInner").field("stream", &self.stream).finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!(LaneInner, |it| stream: it.stream);
 
 /// An event of a driver. Destroyed when this value is dropped.
 #[derive(Debug)]

@@ -13,8 +13,6 @@
 //! not detected: no other thread may use a stream in capture.
 #![expect(unsafe_code, reason = "drivers copy by address")]
 
-use std::fmt;
-
 use bytemuck::Pod;
 
 use super::{DeviceUse, PinnedBuffer};
@@ -230,8 +228,4 @@ impl<T: Pod> PinnedCopy<T> {
     }
 }
 
-impl<T: Pod> fmt::Debug for PinnedCopy<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PinnedCopy").field("buffer", &self.buffer).finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!([T: Pod] PinnedCopy<T>, |it| buffer: it.buffer);

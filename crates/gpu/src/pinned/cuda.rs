@@ -136,11 +136,4 @@ impl<T: Pod> Drop for PinnedView<'_, T> {
     }
 }
 
-impl<T: Pod> fmt::Debug for PinnedView<'_, T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PinnedView")
-            .field("buffer", &self.buffer)
-            .field("lane", &self.lane)
-            .finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!([T: Pod] PinnedView<'_, T>, |it| buffer: it.buffer, lane: it.lane);

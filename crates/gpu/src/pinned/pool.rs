@@ -9,7 +9,6 @@
 //! unfinished blocks; the pool lives as long as one of its handles or buffers.
 #![expect(unsafe_code, reason = "a handle of the arena can free the memory of buffers")]
 
-use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -336,11 +335,7 @@ impl Drop for PoolShared {
     }
 }
 
-impl fmt::Debug for PoolShared {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PoolShared").field("arena", &self.arena).finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!(PoolShared, |it| arena: it.arena);
 
 // Blocks of buffers that were dropped before the host observed the end of their copies.
 //

@@ -15,7 +15,7 @@ use crate::state::aging::{Ages, Stamp};
 use crate::state::granules::MissingGranules;
 use crate::state::region_index::RegionIndex;
 use crate::state::segment::{Run, Runs, Segment};
-use crate::state::segment_list::{PieceView, SegmentList};
+use crate::state::segment_list::SegmentList;
 use lowtide_core::bytes::ByteSize;
 
 /// The memory for the offsets of a region.
@@ -25,26 +25,6 @@ pub(crate) enum Backing {
     Reserved(Segment),
     /// Segments, each with its own address.
     SegmentList(SegmentList),
-}
-
-/// The state of a committed granule.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum GranuleState {
-    /// A live or pending block touches the granule.
-    Active,
-    /// No block touches the granule: it may be released.
-    Idle,
-}
-
-/// Adjoining addresses, as maps show them.
-#[derive(Debug)]
-pub(crate) struct CommittedRange {
-    /// The first address.
-    pub(crate) at: DeviceAddress,
-    /// The offsets in the region.
-    pub(crate) span: Span,
-    /// The spans with memory, and if a block touches them; `None` if that differs per granule.
-    pub(crate) backed: Vec<(Span, Option<GranuleState>)>,
 }
 
 /// Calls the method of either kind.
@@ -149,24 +129,6 @@ impl Backing {
         match self {
             Self::Reserved(segment) => segment.runs_of(range, granules_max, handles_max),
             Self::SegmentList(_) => vec![Run::of(&range)],
-        }
-    }
-
-    /// Like [`Segment::is_in_one_half`].
-    pub(crate) fn is_in_one_half(&self, span: Span) -> bool {
-        self.reserved_segment().is_some_and(|segment| segment.is_in_one_half(span))
-    }
-
-    /// Like [`Segment::stuck_handles`].
-    pub(crate) fn stuck_handles(&self, ages: Option<Ages>) -> Vec<(Run, u64)> {
-        let segment = self.reserved_segment();
-        segment.map_or_else(Vec::new, |segment| segment.stuck_handles(ages))
-    }
-
-    /// Like [`Segment::begin_arrive_of`].
-    pub(crate) fn begin_arrive_of(&mut self, run: Run) {
-        if let Some(segment) = self.reserved_mut() {
-            segment.begin_arrive_of(run);
         }
     }
 
@@ -294,19 +256,6 @@ impl Backing {
         }
     }
 
-    /// Like [`Segment::begin_arrive`].
-    pub(crate) fn begin_arrive(&mut self, span: Span, granules_max: u64) -> Vec<Run> {
-        let segment = self.reserved_mut();
-        segment.map_or_else(Vec::new, |segment| segment.begin_arrive(span, granules_max))
-    }
-
-    /// Like [`Segment::end_arrive`].
-    pub(crate) fn end_arrive(&mut self, run: Run, done: bool) {
-        if let Some(segment) = self.reserved_mut() {
-            segment.end_arrive(run, done);
-        }
-    }
-
     /// Records the last use of a span's memory that no block touches.
     pub(crate) fn stamp(&mut self, span: Span, stamp: Stamp) {
         either!(self, it => it.stamp(span, stamp));
@@ -315,12 +264,6 @@ impl Backing {
     /// Returns the age of the longest idle memory that may leave.
     pub(crate) fn oldest(&self, ages: Ages) -> Option<u32> {
         either!(self, it => it.oldest(ages))
-    }
-
-    /// Returns the age of each granule that may leave, and whose memory may be moved elsewhere.
-    pub(crate) fn idle_ages(&self, ages: Ages) -> impl Iterator<Item = u32> {
-        let segment = self.reserved_segment().into_iter();
-        segment.flat_map(move |segment| segment.idle_ages(ages))
     }
 
     /// Returns the bytes of the longest part of a free span that has memory.
@@ -348,23 +291,13 @@ impl Backing {
         }
     }
 
-    /// Returns every stretch of addresses, in the order of offsets.
-    pub(crate) fn stretches(&self) -> Vec<CommittedRange> {
+    /// Returns the spans with memory in address order, each with whether a live, arriving or
+    /// pending block touches it.
+    pub(crate) fn backed_spans(&self) -> Vec<(Span, bool)> {
         match self {
-            Self::Reserved(segment) => {
-                let span = Span { offset: 0, size: segment.reserved };
-                let backed = segment.backed_runs().into_iter();
-                let backed = backed.map(|run| (segment.span_of(run), None)).collect();
-                vec![CommittedRange { at: segment.base, span, backed }]
-            }
+            Self::Reserved(segment) => segment.backed_spans(),
             Self::SegmentList(pieces) => {
-                let stretch = |piece: PieceView| {
-                    let is_active = piece.is_active;
-                    let state = if is_active { GranuleState::Active } else { GranuleState::Idle };
-                    let backed = vec![(piece.span, Some(state))];
-                    CommittedRange { at: piece.at, span: piece.span, backed }
-                };
-                pieces.there().map(stretch).collect()
+                pieces.there().map(|piece| (piece.span, piece.is_active)).collect()
             }
         }
     }
@@ -372,12 +305,6 @@ impl Backing {
     /// Like [`Segment::touched_runs`].
     pub(crate) fn touched_runs(&self, run: Run) -> Runs {
         self.reserved_segment().map_or_else(Runs::new, |segment| segment.touched_runs(run))
-    }
-
-    /// Like [`Segment::begin_return`].
-    pub(crate) fn begin_return(&mut self, granules_max: usize, handle_max: usize) -> Runs {
-        let segment = self.reserved_mut();
-        segment.map_or_else(Runs::new, |segment| segment.begin_return(granules_max, handle_max))
     }
 
     /// Returns the bytes of a block that have no memory.
@@ -399,14 +326,16 @@ impl Backing {
         }
     }
 
-    const fn reserved_segment(&self) -> Option<&Segment> {
+    /// Returns the segment, unless the driver allocates segments.
+    pub(crate) const fn reserved_segment(&self) -> Option<&Segment> {
         match self {
             Self::Reserved(segment) => Some(segment),
             Self::SegmentList(_) => None,
         }
     }
 
-    const fn reserved_mut(&mut self) -> Option<&mut Segment> {
+    /// Like [`Backing::reserved_segment`].
+    pub(crate) const fn reserved_mut(&mut self) -> Option<&mut Segment> {
         match self {
             Self::Reserved(segment) => Some(segment),
             Self::SegmentList(_) => None,

@@ -223,13 +223,14 @@ impl RegionState {
     pub(crate) fn place_bare(&mut self, wanted: AllocRequest) -> Option<Placement> {
         let mut free = self.free_low();
         // At the end of a free span, which is least likely to have memory.
+        let segment = self.segment.reserved_segment()?;
         let place = free.find_map(|span| {
             let offset = span.end().checked_sub(wanted.size)? / wanted.align * wanted.align;
             let place = Span { offset, size: wanted.size };
-            let granules = self.segment.granules_of(place).len() as u64;
+            let granules = segment.granules_of(place).len() as u64;
             let is_bare = offset >= span.offset
-                && self.segment.bare(place) == granules
-                && self.segment.is_in_one_half(place);
+                && segment.bare(place) == granules
+                && segment.is_in_one_half(place);
             is_bare.then_some(place)
         })?;
         drop(free);

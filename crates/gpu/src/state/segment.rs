@@ -466,6 +466,23 @@ impl Segment {
         self.runs(0..self.count, Word::backed)
     }
 
+    /// Returns those runs, cut into spans of which a block touches all granules or none.
+    pub(crate) fn backed_spans(&self) -> Vec<(Span, bool)> {
+        let mut spans = Vec::new();
+        for run in self.backed_runs() {
+            let whole = self.span_of(run);
+            let mut at = whole.offset;
+            for active in self.touched_runs(run).into_iter().map(|run| self.span_of(run)) {
+                spans.push((Span { offset: at, size: active.offset - at }, false));
+                spans.push((active, true));
+                at = active.end();
+            }
+            spans.push((Span { offset: at, size: whole.end() - at }, false));
+        }
+        spans.retain(|(span, _)| span.size > 0);
+        spans
+    }
+
     /// Counts everything again. `blocks` are the live blocks in address order.
     ///
     /// # Panics

@@ -213,7 +213,14 @@ impl Worker<'_> {
                 1 => DecayTime::Never,
                 _ => DecayTime::Within(Duration::from_millis(1 + self.chance.below(20_000))),
             }),
-            2 => map::validate(&self.arena.map()),
+            2 => {
+                for region in self.arena.occupancy(64) {
+                    assert!(region.cells.is_sorted_by(|one, next| one.0 < next.0));
+                    for (nth, [.., active, idle]) in region.cells {
+                        assert!(active.saturating_add(idle) <= region.cell, "{nth}");
+                    }
+                }
+            }
             3 if self.chance.below(4) == 0 => {
                 let closed = self.arena.close();
                 assert!(self.judge(closed).is_none(), "closed with a live block");

@@ -1,7 +1,6 @@
 //! Public values of sleep: states, options, reports, and the budget of host memory.
 
 use std::any::Any;
-use std::str::FromStr;
 use std::time::Duration;
 
 use crate::driver::host::physical_memory;
@@ -136,15 +135,7 @@ lowtide_core::named_enum! {
     }
 }
 
-impl FromStr for Contents {
-    type Err = &'static str;
-
-    /// Parses a name; the error lists the expected ones.
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let named = Self::ALL.into_iter().find(|contents| contents.name() == text);
-        named.ok_or("keep, discard or stay")
-    }
-}
+lowtide_core::by_name!(Contents, "keep, discard or stay");
 
 #[cfg(test)]
 mod tests {

@@ -7,21 +7,21 @@
 //! Invariant: every plan was verified; no segment is larger than the limit or its largest buffer.
 
 use lowtide_planner::ByteSize;
-use lowtide_planner::{Graph, Plan, Problem, ValueId};
+use lowtide_planner::{BufferId, Graph, Plan, Problem};
 
 use super::plans::planned_for;
 
-fn input(graph: &mut Graph, size: u64) -> ValueId {
+fn input(graph: &mut Graph, size: u64) -> BufferId {
     graph.input("input", ByteSize::new(size))
 }
 
 /// A node that GGML never computes in place.
-fn apart(graph: &mut Graph, size: u64, operands: &[ValueId]) -> ValueId {
+fn apart(graph: &mut Graph, size: u64, operands: &[BufferId]) -> BufferId {
     graph.node("apart", ByteSize::new(size), operands, false)
 }
 
 /// One that it may: add, mul, scale.
-fn over(graph: &mut Graph, size: u64, operands: &[ValueId]) -> ValueId {
+fn over(graph: &mut Graph, size: u64, operands: &[BufferId]) -> BufferId {
     graph.node("over", ByteSize::new(size), operands, true)
 }
 
@@ -34,16 +34,16 @@ fn plan_of(problem: &Problem, limit: u64) -> Plan {
     plan
 }
 
-fn total(graph: &mut Graph, last: ValueId, limit: u64, align: u64) -> u64 {
+fn total(graph: &mut Graph, last: BufferId, limit: u64, align: u64) -> u64 {
     graph.keep(last);
-    let (problem, _) = graph.problem(align).expect("a graph that can be posed");
+    let problem = graph.problem(align).expect("a graph that can be posed");
     plan_of(&problem, limit).peak().get()
 }
 
 #[test]
 fn max_size_too_many_tensors() {
     let graph = &mut Graph::new();
-    let x: [ValueId; 3] = std::array::from_fn(|_| input(graph, 8));
+    let x: [BufferId; 3] = std::array::from_fn(|_| input(graph, 8));
     // In the order of GGML's walk from the result down, here and below.
     let x4 = over(graph, 8, &[x[1], x[2]]);
     let x3 = over(graph, 8, &[x[0], x[1]]);
@@ -72,7 +72,7 @@ fn tensor_larger_than_max_size() {
 // GGML's name.
 fn not_enough_chunks() {
     let graph = &mut Graph::new();
-    let x: Vec<ValueId> = (0..17).map(|_| input(graph, 8)).collect();
+    let x: Vec<BufferId> = (0..17).map(|_| input(graph, 8)).collect();
     let sum = x[1..].iter().fold(x[0], |sum, next| over(graph, 8, &[sum, *next]));
     let total = total(graph, sum, 8, 8);
     assert!(total > 16 * 8, "{total}: more than the 16 that GGML has");
@@ -114,7 +114,7 @@ fn reuse_and_free() {
 
 fn merged_free_blocks(limit: u64) -> u64 {
     let graph = &mut Graph::new();
-    let x: [ValueId; 3] = std::array::from_fn(|_| input(graph, 16));
+    let x: [BufferId; 3] = std::array::from_fn(|_| input(graph, 16));
     let x5 = apart(graph, 24, &[x[2]]);
     let x3 = apart(graph, 4, &[x[0]]);
     let x4 = apart(graph, 4, &[x[1]]);
@@ -164,7 +164,7 @@ fn multiple_buffer_types() {
         graph.set_kind(value, b);
     }
     let total = |kind: u32, limit: u64, held: u64| {
-        let (problem, _) = graph.problem_of(kind, 8).expect("a graph that can be posed");
+        let problem = graph.problem_of(kind, 8).expect("a graph that can be posed");
         plan_of(&problem, limit).peak().get() + held
     };
     assert!(total(a, 32, 32) <= 32 + 32 + 24);
@@ -176,7 +176,7 @@ fn buffer_size_zero() {
     let graph = &mut Graph::new();
     let x0 = input(graph, 16);
     let x1 = over(graph, 16, &[x0]);
-    let (other, _) = graph.problem_of(1, 8).expect("a graph that can be posed");
+    let other = graph.problem_of(1, 8).expect("a graph that can be posed");
     assert_eq!(plan_of(&other, u64::MAX).peak(), ByteSize::ZERO);
     assert_eq!(total(graph, x1, u64::MAX, 8), 16);
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::ManualClock;
-use lowtide_planner::{BufferId, Graph, Plan, Planner, Problem, ValueId};
+use lowtide_planner::{BufferId, Graph, Plan, Planner, Problem};
 
 use super::plans::{planned, planned_for};
 use super::random::Random;
@@ -23,7 +23,7 @@ struct Model {
 }
 
 struct Value {
-    id: ValueId,
+    id: BufferId,
     size: u64,
     kind: usize,
     /// The index of the value in whose memory it lies.
@@ -36,7 +36,7 @@ struct Value {
 }
 
 impl Model {
-    fn push(&mut self, id: ValueId, size: u64, root: Option<usize>) -> usize {
+    fn push(&mut self, id: BufferId, size: u64, root: Option<usize>) -> usize {
         let own = self.values.len();
         let root = root.unwrap_or(own);
         let kind = self.values.get(root).map_or(0, |value| value.kind);
@@ -60,7 +60,7 @@ impl Model {
     }
 
     fn node(&mut self, size: u64, reads: &[usize], overwrites: bool) -> usize {
-        let operands: Vec<ValueId> = reads.iter().map(|at| self.values[*at].id).collect();
+        let operands: Vec<BufferId> = reads.iter().map(|at| self.values[*at].id).collect();
         let name = format!("v{}", self.values.len());
         let id = self.graph.node(name, ByteSize::new(size), &operands, overwrites);
         let own = self.push(id, size, None);
@@ -87,12 +87,12 @@ impl Model {
         self.values[at].kind = kind as usize;
     }
 
-    fn problem(&self, align: u64) -> (Problem, Vec<BufferId>) {
+    fn problem(&self, align: u64) -> Problem {
         self.graph.problem(align).expect("a graph that can be posed")
     }
 
     /// Runs the graph in the memory of plans, one for each kind.
-    fn run(&self, plans: &[Plan], ids: &[BufferId], is_upward: bool) {
+    fn run(&self, plans: &[Plan], is_upward: bool) {
         let byte = |at: usize| u8::try_from(1 + self.values[at].root % 250).expect("a byte");
         let empty = |plan: &Plan| -> Vec<Vec<u8>> {
             let bytes = |size: &ByteSize| vec![0; size.as_usize().expect("small")];
@@ -101,7 +101,7 @@ impl Model {
         let mut memory: Vec<Vec<Vec<u8>>> = plans.iter().map(empty).collect();
         let spot = |at: usize, byte: u64| {
             let value = &self.values[at];
-            let place = plans[value.kind].place(ids[at]);
+            let place = plans[value.kind].place(value.id);
             let offset = usize::try_from(place.offset + byte).expect("small");
             (value.kind, place.segment as usize, offset)
         };
@@ -142,19 +142,15 @@ impl Model {
         }
     }
 
-    fn run_both_ways(&self, plans: &[Plan], ids: &[BufferId]) {
-        self.run(plans, ids, true);
-        self.run(plans, ids, false);
+    fn run_both_ways(&self, plans: &[Plan]) {
+        self.run(plans, true);
+        self.run(plans, false);
     }
 }
 
-fn joint(
-    model: &Model,
-    align: u64,
-    kinds: &[(&str, Option<ByteSize>)],
-) -> (Vec<Plan>, Vec<BufferId>) {
+fn joint(model: &Model, align: u64, kinds: &[(&str, Option<ByteSize>)]) -> Vec<Plan> {
     let count = u32::try_from(kinds.len()).expect("few");
-    let (problems, ids) = model.graph.kinds(align, count).expect("a graph that can be posed");
+    let problems = model.graph.kinds(align, count).expect("a graph that can be posed");
     let kinds = kinds.iter().zip(&problems);
     let kinds: Vec<_> = kinds.map(|((name, limit), of)| (*name, of, *limit)).collect();
     let clock = ManualClock::new();
@@ -163,7 +159,7 @@ fn joint(
     for (plan, problem) in plan.iter().zip(&problems) {
         plan.verify(problem).expect("its own plan");
     }
-    (plan, ids)
+    plan
 }
 
 /// A graph of some twenty values, in two kinds of memory.
@@ -204,8 +200,8 @@ fn whatever_a_graph_is_its_plan_can_be_run() {
         println!("seed {seed}");
         let model = random_graph(seed);
         let limit = (seed % 2 == 0).then_some(ByteSize::new(16));
-        let (plan, ids) = joint(&model, 1 + seed % 4, &[("device", limit), ("host", None)]);
-        model.run_both_ways(&plan, &ids);
+        let plan = joint(&model, 1 + seed % 4, &[("device", limit), ("host", None)]);
+        model.run_both_ways(&plan);
     }
 }
 
@@ -248,9 +244,9 @@ fn training(layers: usize, width: u64) -> (Model, [usize; 3]) {
 fn forward_backward_and_optimizer_steps_are_one_joint_plan() {
     let (layers, width) = (12, 64);
     let (model, [forward, backward, optimizer]) = training(layers, width);
-    let (problem, ids) = model.problem(16);
+    let problem = model.problem(16);
     let plan = planned(&problem, 100_000, 0);
-    model.run_both_ways(std::slice::from_ref(&plan), &ids);
+    model.run_both_ways(std::slice::from_ref(&plan));
     assert!(plan.is_optimal(), "{} of {}", plan.peak(), plan.bound());
     // Weights and moments stay; in the middle there are the activations or the gradients.
     let trained = 2 * layers as u64 * width;
@@ -264,7 +260,7 @@ fn forward_backward_and_optimizer_steps_are_one_joint_plan() {
     assert!(plan.peak().get() * 10 < apart * 8, "{} of {apart}", plan.peak());
     // By segments as well, and with the optimizer's state in other memory.
     let by_segments = planned_for(&problem, 10_000, Some(256));
-    model.run_both_ways(&[by_segments], &ids);
+    model.run_both_ways(&[by_segments]);
 }
 
 #[test]
@@ -276,8 +272,8 @@ fn weights_and_moments_may_lie_in_other_memory() {
         }
     }
     let host = Some(ByteSize::new(100));
-    let (plan, ids) = joint(&model, 8, &[("device", None), ("host", host)]);
-    model.run_both_ways(&plan, &ids);
+    let plan = joint(&model, 8, &[("device", None), ("host", host)]);
+    model.run_both_ways(&plan);
     assert_eq!(plan[1].peak(), ByteSize::new(2 * 6 * 32));
     assert!(plan[1].segments().iter().all(|size| *size <= ByteSize::new(100)));
 }
@@ -292,14 +288,14 @@ fn inputs_are_apart_at_the_start_outputs_stay_and_what_is_held_elsewhere_gets_no
     let two = model.node(8, &[inputs[1], one], true);
     let three = model.node(8, &[two, inputs[2]], true);
     model.keep(three);
-    let (problem, ids) = model.problem(8);
+    let problem = model.problem(8);
     let plan = planned(&problem, 1_000, 0);
-    model.run_both_ways(std::slice::from_ref(&plan), &ids);
+    model.run_both_ways(std::slice::from_ref(&plan));
     assert_eq!(plan.peak(), ByteSize::new(24), "the inputs, and nothing beside them");
-    assert!(problem.is_external(ids[held]));
-    let places: Vec<u64> = inputs.iter().map(|at| plan.offset(ids[*at])).collect();
+    assert!(problem.is_external(model.values[held].id));
+    let places: Vec<u64> = inputs.iter().map(|at| plan.offset(model.values[*at].id)).collect();
     assert_eq!(places.iter().collect::<std::collections::BTreeSet<_>>().len(), 3);
-    assert_ne!(plan.offset(ids[one]), plan.offset(ids[three]));
+    assert_ne!(plan.offset(model.values[one].id), plan.offset(model.values[three].id));
 }
 
 #[test]
@@ -312,7 +308,10 @@ fn a_graph_of_many_views_and_nodes_is_posed_in_no_time() {
     }
     let last = model.node(64, &[at], true);
     model.keep(last);
-    let (problem, ids) = model.problem(1);
+    let problem = model.problem(1);
     let plan = planned(&problem, 10, 0);
-    assert_eq!((plan.peak(), plan.offset(ids[last])), (ByteSize::new(64), plan.offset(ids[0])));
+    assert_eq!(
+        (plan.peak(), plan.offset(model.values[last].id)),
+        (ByteSize::new(64), plan.offset(model.values[0].id))
+    );
 }

@@ -4,7 +4,7 @@
 
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::ManualClock;
-use lowtide_planner::{Bump, Demand, Graph, Plan, PlanError, Planner, Problem, Role, ValueId};
+use lowtide_planner::{BufferId, Bump, Demand, Graph, Plan, PlanError, Planner, Problem, Role};
 
 use super::peer_segments;
 use super::plans::{planned, planned_for};
@@ -14,7 +14,7 @@ fn bytes(size: u64) -> ByteSize {
 }
 
 fn posed(graph: &Graph) -> Problem {
-    graph.problem(8).expect("a graph that can be posed").0
+    graph.problem(8).expect("a graph that can be posed")
 }
 
 fn sizes(plan: &Plan) -> Vec<u64> {
@@ -22,7 +22,7 @@ fn sizes(plan: &Plan) -> Vec<u64> {
 }
 
 /// Four nodes of one size; only the operands of the last one are told.
-fn wired(last: impl Fn([ValueId; 3]) -> Vec<ValueId>) -> Problem {
+fn wired(last: impl Fn([BufferId; 3]) -> Vec<BufferId>) -> Problem {
     let mut graph = Graph::new();
     let x = graph.input("x", bytes(16));
     let one = graph.node("one", bytes(16), &[x], false);
@@ -120,9 +120,9 @@ fn a_view_of_a_view_keeps_what_it_shows_and_no_more() {
     let last = graph.node("last", bytes(48), &[other], false);
     let end = graph.node("end", ByteSize::ZERO, &[inner, last], false);
     graph.keep(end);
-    let (problem, ids) = graph.problem(1).expect("a graph that can be posed");
+    let problem = graph.problem(1).expect("a graph that can be posed");
     let plan = planned(&problem, 10_000, 0);
-    assert_eq!(plan.offset(ids[2]), plan.offset(ids[0]) + 48);
+    assert_eq!(plan.offset(inner), plan.offset(x) + 48);
     assert_eq!(plan.peak().get(), 64 + 48, "last lies over the first 48 bytes of x");
 }
 
@@ -134,13 +134,11 @@ fn an_output_may_take_a_place_and_gives_none() {
     let one = graph.node("one", bytes(16), &[x], true);
     graph.keep(one);
     let two = graph.node("two", bytes(16), &[one], true);
-    let (problem, ids) = {
-        graph.keep(two);
-        graph.problem(8).expect("a graph that can be posed")
-    };
+    graph.keep(two);
+    let problem = graph.problem(8).expect("a graph that can be posed");
     let plan = planned(&problem, 1_000, 0);
-    assert_eq!(plan.offset(ids[1]), plan.offset(ids[0]), "an output in place");
-    assert_ne!(plan.offset(ids[2]), plan.offset(ids[1]), "and not overwritten");
+    assert_eq!(plan.offset(one), plan.offset(x), "an output in place");
+    assert_ne!(plan.offset(two), plan.offset(one), "and not overwritten");
     // Nor where only a view of it is kept.
     let mut graph = Graph::new();
     let x = graph.node("x", bytes(16), &[], false);
@@ -178,7 +176,7 @@ fn a_node_is_in_the_kind_of_memory_that_was_asked_for() {
     let y = graph.node("y", bytes(16), &[x], true);
     graph.set_kind(y, 1);
     graph.keep(y);
-    let (problems, _) = graph.kinds(8, 2).expect("two kinds");
+    let problems = graph.kinds(8, 2).expect("two kinds");
     let kinds = [("device", &problems[0], None), ("host", &problems[1], None)];
     let clock = ManualClock::new();
     let plans = Planner::new(&clock).plan_kinds(&kinds).expect("plans");

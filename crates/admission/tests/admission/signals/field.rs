@@ -10,7 +10,7 @@ use std::sync::Arc;
 use lowtide_admission::LimitSource::{self, Cgroup, Commit, Machine, Unknown};
 #[cfg(target_os = "linux")]
 use lowtide_admission::Signals;
-use lowtide_admission::{BoundScope, ByteSize, Freshness, SignalError, SignalTracker};
+use lowtide_admission::{ByteSize, SignalError, SignalTracker};
 
 use super::at;
 use super::tree::{GROUP, Group, MIB, Tree, V1_MOUNTS, V2_MOUNT};
@@ -383,7 +383,7 @@ fn what_could_not_be_read_is_tried_again() {
     let signals = tree.open();
     assert!(!signals.look());
     let before = signals.bounds();
-    let unread = before.iter().find(|bound| bound.freshness == Freshness::Unreadable);
+    let unread = before.iter().find(|bound| bound.freshness == "unreadable");
     assert!(
         unread.is_some_and(|bound| bound.name.ends_with("memory.max") && bound.limit.is_none())
     );
@@ -448,13 +448,12 @@ fn each_bound_says_what_is_compared_with_it() {
             (name, bound.source, limit, used, bound.scope)
         })
         .collect();
-    let group = |name, limit, used| (name, Cgroup, Some(limit), Some(used), BoundScope::Group);
-    let process =
-        |name, source, limit, used| (name, source, Some(limit), Some(used), BoundScope::Process);
+    let group = |name, limit, used| (name, Cgroup, Some(limit), Some(used), "group");
+    let process = |name, source, limit, used| (name, source, Some(limit), Some(used), "process");
     let expected = [
         group("pod/memory.max", 400, 160),
         group("pod/app/memory.max", 512, 100),
-        ("memory_limit", LimitSource::Override, Some(1024), Some(100), BoundScope::Group),
+        ("memory_limit", LimitSource::Override, Some(1024), Some(100), "group"),
         process("RLIMIT_DATA", LimitSource::AddressSpace, 1024, 30),
         process("MemTotal less huge pages", Machine, 32 << 10, 30),
     ];

@@ -2,7 +2,7 @@
 //! needs are within the limit, it is never refused for memory, whatever the addresses look like.
 //!
 //! One thread at a time is judged exactly: a refusal is right only if at no end of any free span
-//! the block would have fitted, by a map of the arena taken right after it. Several threads are
+//! the block would have fitted, by the addresses of all blocks right after it. Several threads are
 //! judged by the figures of the error, which are those of the moment of the refusal.
 
 use std::sync::Arc;
@@ -139,19 +139,44 @@ impl Program {
         }
     }
 
+    /// Returns the first and the last offset of every block of a region, in address order.
+    fn live_spans(&self, region: Region) -> Vec<(u64, u64)> {
+        let map = self.arena.occupancy(usize::MAX).remove(region.number());
+        let held = self.held.iter().filter(|buffer| buffer.region() == region);
+        let held = held.filter_map(|buffer| {
+            let lease = buffer.enter().expect("awake");
+            let inside = buffer.address(&lease).expect("ours")?.checked_add(ByteSize::new(1))?;
+            match self.arena.raw_block(inside) {
+                Err(DeviceError::InteriorAddress { block, size, .. }) => {
+                    Some((block.get(), block.get() + size.get()))
+                }
+                found => panic!("{found:?}"),
+            }
+        });
+        let raw = self.raw.iter().filter(|block| block.region == region);
+        let raw = raw.map(|block| (block.at.get(), block.at.get() + block.size.get()));
+        let mut spans: Vec<_> = held.chain(raw).collect();
+        spans.sort_unstable();
+        assert_eq!(spans.len() as u64, map.blocks, "every block is known");
+        // A cell is within a granule, to which the first address of the region is aligned.
+        let cell = map.cell.get();
+        let first = map.cells.iter().find(|(_, [live, ..])| !live.is_zero());
+        let base = spans.first().map_or(0, |(start, _)| start / cell * cell)
+            - first.map_or(0, |(nth, _)| nth * cell);
+        spans.into_iter().map(|(start, end)| (start - base, end - base)).collect()
+    }
+
     /// Looks at both ends of every free span.
     fn judge_exactly(&self, error: &DeviceError, region: Region, size: u64, align: u64) {
         let snapshot = self.arena.snapshot();
         assert!(snapshot.pending.is_zero() && snapshot.cached.is_zero(), "{snapshot:?}");
-        let map = self.arena.map();
-        let segment = &map[region.number()];
         let granule = self.granule.get();
-        let spans: Vec<_> = segment.live.iter().map(|block| (block.start, block.end)).collect();
+        let spans = self.live_spans(region);
         let touched = |granule_at: u64| {
             let nth = spans.partition_point(|&(_, end)| end <= granule_at);
             spans.get(nth).is_some_and(|&(start, _)| start < granule_at + granule)
         };
-        let end = segment.size.get();
+        let end = snapshot.regions[region.number()].reserved.get();
         let walled = end > self.reserve.get();
         let wall =
             if walled { (self.reserve.get(), self.reserve.get() + granule) } else { (end, end) };

@@ -18,11 +18,11 @@ use lowtide_cuda_sim::{DriverCosts, Order, SimDriver, SimOptions, sample};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Bell, Clock, ManualClock, Moment};
 use lowtide_gpu::decay::DecayTime;
-use lowtide_gpu::driver::{Driver, StreamHandle};
+use lowtide_gpu::driver::{DeviceAddress, Driver, StreamHandle};
 use lowtide_gpu::record::Recorder;
 use lowtide_gpu::{
     ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, HostDriver, Lane, Region,
-    SleepConfig, SleepState,
+    SleepConfig,
 };
 use serde_json::Value;
 
@@ -188,21 +188,17 @@ impl Books {
 
     /// Compares them with the arena's own, while no other thread uses it.
     fn assert_are_of(&self, arena: &DeviceArena) {
-        let (snapshot, map) = (arena.snapshot(), arena.map());
+        let snapshot = arena.snapshot();
         assert_eq!(self.live.values().sum::<u64>(), snapshot.live.get());
         assert_eq!(self.backed.len() as u64 * GRANULE.get(), snapshot.committed.get());
-        let mut shown = BTreeMap::new();
-        for segment in &map {
-            for block in &segment.live {
-                shown.insert(segment.base + block.start, block.end - block.start);
-            }
-            for run in segment.active.iter().chain(&segment.idle) {
-                assert!(self.backed.contains(&(segment.base + run.start)), "{run:?}");
-            }
-        }
-        // Blocks that sleep have no memory, and are not in the map.
-        if arena.state() == SleepState::Awake {
-            assert_eq!(shown, self.live);
+        let blocks: u64 = arena.occupancy(2).iter().map(|region| region.blocks).sum();
+        assert_eq!(self.live.len() as u64, blocks);
+        for (&at, &size) in &self.live {
+            let inside = DeviceAddress::new(at + 1);
+            let block = DeviceAddress::new(at);
+            let size = ByteSize::new(size);
+            let wanted = DeviceError::InteriorAddress { at: inside, block, size };
+            assert_eq!(arena.raw_block(inside), Err(wanted));
         }
     }
 }

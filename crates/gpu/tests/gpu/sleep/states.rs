@@ -180,7 +180,7 @@ fn nothing_else_wakes_it() {
     let done = arena.compact(CompactOptions::new(Region::Dynamic), |_| {}).expect("no error");
     assert_eq!((done.moves, done.is_busy), (0, true));
     arena.set_limit(ByteSize::mib(64));
-    let _ = (arena.map(), arena.glance(), arena.snapshot(), kept.pin().expect("here"));
+    let _ = (arena.occupancy(64), arena.glance(), arena.snapshot(), kept.pin().expect("here"));
     assert_eq!((arena.state(), bed.sim.calls_total()), (SleepState::Asleep, calls));
     bed.assert_marked(&kept, 1);
     for (nth, block) in (0..).zip(&scattered) {

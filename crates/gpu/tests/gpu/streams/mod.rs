@@ -16,7 +16,6 @@ mod onnxruntime;
 mod patterns;
 mod raw;
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use lowtide_cuda_sim::{
@@ -26,9 +25,7 @@ use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::Clock as _;
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::driver::{DeviceAddress, Driver as _, StreamHandle};
-use lowtide_gpu::{
-    ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, Lane, Region, SegmentMap,
-};
+use lowtide_gpu::{ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, Lane, Region};
 
 use crate::planned::counting::allocations;
 
@@ -86,15 +83,13 @@ fn a_map_shows_a_freed_block_that_the_device_may_still_use_as_pending() {
     let freed = lane.alloc::<u8>(8 * MIB, DYNAMIC).expect("room");
     let check = fill(&sim, lane.stream(), &freed, 1);
     drop(freed);
-    let (map, snapshot) = (arena.map(), arena.snapshot());
-    let bytes = |of: fn(&SegmentMap) -> &Vec<Range<u64>>| {
-        let ranges = map.iter().flat_map(of);
-        ByteSize::new(ranges.map(|range| range.end - range.start).sum())
+    let (map, snapshot) = (arena.occupancy(64), arena.snapshot());
+    let sum = |of: usize| {
+        map.iter().flat_map(|region| &region.cells).map(|(_, sums)| sums[of]).sum::<ByteSize>()
     };
-    let blocks = [bytes(|segment| &segment.live), bytes(|segment| &segment.pending)];
-    assert_eq!(blocks, [MIB, 8 * MIB].map(ByteSize::of));
+    assert_eq!([sum(0), sum(1)], [MIB, 8 * MIB].map(ByteSize::of));
     assert_eq!([snapshot.live, snapshot.pending], [MIB, 8 * MIB].map(ByteSize::of));
-    assert_eq!(bytes(|segment| &segment.active), snapshot.active);
+    assert_eq!((sum(2), sum(3)), (snapshot.active, snapshot.idle));
     assert_sound(&sim, &[check]);
     drop(kept);
 }

@@ -8,13 +8,9 @@
 /// The number of buckets for each power of two.
 const PARTS: usize = 16;
 const PARTS_POWER: usize = PARTS.ilog2() as usize;
-/// The number of buckets. The smallest amounts have one each, followed by sixteen for each power of
-/// two.
-pub const BUCKETS: usize = (64 - PARTS_POWER + 1) * PARTS;
 
 /// Returns the bucket of an amount.
-#[must_use]
-pub const fn bucket_of(amount: u64) -> usize {
+pub(super) const fn bucket_of(amount: u64) -> usize {
     #[expect(clippy::cast_possible_truncation, reason = "both are small")]
     const fn small(amount: u64) -> usize {
         amount as usize
@@ -31,8 +27,7 @@ pub const fn bucket_of(amount: u64) -> usize {
 }
 
 /// Returns the largest amount of a bucket.
-#[must_use]
-pub const fn largest_of(bucket: usize) -> u64 {
+pub(super) const fn largest_of(bucket: usize) -> u64 {
     if bucket < PARTS {
         return bucket as u64;
     }
@@ -48,7 +43,8 @@ mod tests {
     #[test]
     fn every_amount_lies_in_one_bucket_that_is_a_sixteenth_wide() {
         let mut above = None;
-        for at in 0..BUCKETS {
+        // The smallest amounts have one each, followed by sixteen for each power of two.
+        for at in 0..(64 - PARTS_POWER + 1) * PARTS {
             let most = largest_of(at);
             assert_eq!(bucket_of(most), at, "{most}");
             if let Some(first) = above {
