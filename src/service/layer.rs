@@ -706,9 +706,8 @@ impl LayerSettings {
 
     /// Reserves the claim of a request with its slot of the slow start. If it `may_receive`, since
     /// handlers of its route read bodies, and there is no room for the claim now or the need of the
-    /// route is not known, it reserves a window instead, and its claim is returned. Unread, its body
-    /// would fill the window of its connection, and a slot that waits for a body would hold up those
-    /// whose bodies are there.
+    /// route is not known, it reserves a window instead. Unread, its body would fill the window of
+    /// its connection, and a slot that waits for a body would hold up those whose bodies are there.
     fn book(
         &self,
         slot: Result<Option<Arc<SlowStartPermit>>, Rejected>,
@@ -728,14 +727,11 @@ impl LayerSettings {
         {
             return Ok(received);
         }
-        let admit = |slot| {
-            let permit = match waiting {
-                Some(waiting) => waiting.try_admit(cost, priority, Some(label)),
-                None => state.try_admit_uncounted(cost, priority, Some(label)),
-            };
-            permit.map(|permit| (permit, slot))
-        };
-        slot.and_then(admit).or_else(|rejected| {
+        let booked = slot.and_then(|slot| {
+            let permit = state.try_admit_uncounted(waiting, cost, priority, Some(label))?;
+            Ok((permit, slot))
+        });
+        booked.or_else(|rejected| {
             let received = if rejected.may_wait() { receive() } else { None };
             received.ok_or(rejected)
         })

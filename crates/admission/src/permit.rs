@@ -10,7 +10,6 @@
 //! `unheld` is the sum of `reserved - held` of the requests that are measured, and its `suspended`
 //! the sum of what suspended ones have reserved.
 
-use std::fmt;
 use std::future::{Future, poll_fn};
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
@@ -442,7 +441,7 @@ impl Drop for Permit {
 #[derive(Debug)]
 pub struct Waiting {
     state: &'static AdmissionState,
-    id: WaitId,
+    pub(super) id: WaitId,
 }
 
 impl Waiting {
@@ -457,19 +456,6 @@ impl Waiting {
     /// the deadline has passed or waiting has ended.
     pub fn poll_turn(&self, cx: &Context<'_>) -> Poll<bool> {
         self.state.queue.poll(&self.id, cx)
-    }
-
-    /// Tries to admit the request. A rejection is not counted.
-    ///
-    /// # Errors
-    /// As for [`Admission::try_admit_with`], and [`Rejected::Full`] if others come first.
-    pub fn try_admit(
-        &self,
-        cost: Cost,
-        priority: Priority,
-        label: Option<&dyn fmt::Display>,
-    ) -> Result<Permit, Rejected> {
-        self.state.try_admit(Some(&self.id), cost, priority, label)
     }
 
     /// Records why an attempt of a load was rejected, so that the queue keeps room for it.
@@ -552,10 +538,8 @@ impl Admission {
                 if let Some(waiting) = &waiting {
                     is_last = !poll_fn(|cx| waiting.poll_turn(cx)).await;
                 }
-                let tried = match waiting.as_ref().filter(|_| !is_last) {
-                    Some(waiting) => waiting.try_admit(cost, priority, None),
-                    None => state.try_admit_uncounted(cost, priority, None),
-                };
+                let waits = waiting.as_ref().filter(|_| !is_last);
+                let tried = state.try_admit_uncounted(waits, cost, priority, None);
                 let Err(rejected) = tried else { return tried };
                 if waiting.is_none() && rejected.may_wait() {
                     waiting = state.wait(cost, priority, 0, None);

@@ -169,7 +169,8 @@ impl AdmissionState {
     /// Admits a request, or counts it as rejected.
     #[inline]
     pub(super) fn admit(&'static self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
-        self.try_admit_uncounted(cost, priority, None).map_err(|rejected| self.reject(rejected))
+        self.try_admit_uncounted(None, cost, priority, None)
+            .map_err(|rejected| self.reject(rejected))
     }
 
     /// Like [`Admission::try_admit_with`](super::Admission::try_admit_with), but a rejection is not
@@ -180,12 +181,14 @@ impl AdmissionState {
     #[inline]
     pub fn try_admit_uncounted(
         &'static self,
+        waiting: Option<&Waiting>,
         cost: Cost,
         priority: Priority,
         label: Option<&dyn fmt::Display>,
     ) -> Result<Permit, Rejected> {
-        let admitted = self.admit_at_once(cost, priority);
-        admitted.map_or_else(|| self.try_admit(None, cost, priority, label), Ok)
+        let admitted = if waiting.is_none() { self.admit_at_once(cost, priority) } else { None };
+        let waits = waiting.map(|waiting| &waiting.id);
+        admitted.map_or_else(|| self.try_admit(waits, cost, priority, label), Ok)
     }
 
     /// Admits a request that needs no device memory, if nothing has to be considered except that it

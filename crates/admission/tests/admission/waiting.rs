@@ -11,7 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use lowtide_admission::clock::{Clock as _, Moment, SystemClock};
-use lowtide_admission::layer::Waiting;
+use lowtide_admission::layer::{AdmissionState, Waiting};
 use lowtide_admission::{
     Admission, Budget, ByteSize, Cost, Level, Permit, Priority, RejectReason, Rejected,
 };
@@ -63,6 +63,7 @@ fn at(millis: u64) -> Moment {
 
 /// A request that waits, as the tower layer lets it.
 struct Waits {
+    state: &'static AdmissionState,
     waiting: Waiting,
     cost: Cost,
     priority: Priority,
@@ -71,10 +72,9 @@ struct Waits {
 impl Waits {
     fn new(admission: &Admission, mib: u64, priority: Priority, tenant: u64) -> Self {
         let cost = self::mib(mib);
-        let within = Some(Duration::from_secs(1));
-        let waiting =
-            admission.state().wait(cost, priority, tenant, within).expect("there is room");
-        let mut waits = Self { waiting, cost, priority };
+        let (state, within) = (admission.state(), Some(Duration::from_secs(1)));
+        let waiting = state.wait(cost, priority, tenant, within).expect("there is room");
+        let mut waits = Self { state, waiting, cost, priority };
         assert!(waits.poll().is_pending(), "it does not fit yet");
         waits
     }
@@ -84,10 +84,14 @@ impl Waits {
         loop {
             match self.waiting.poll_turn(&cx) {
                 Poll::Pending => return Poll::Pending,
-                Poll::Ready(true) => match self.waiting.try_admit(self.cost, self.priority, None) {
-                    Err(rejected) if rejected.may_wait() => {}
-                    tried => return Poll::Ready(tried),
-                },
+                Poll::Ready(true) => {
+                    let waiting = Some(&self.waiting);
+                    let (cost, priority) = (self.cost, self.priority);
+                    match self.state.try_admit_uncounted(waiting, cost, priority, None) {
+                        Err(rejected) if rejected.may_wait() => {}
+                        tried => return Poll::Ready(tried),
+                    }
+                }
                 Poll::Ready(false) => return Poll::Ready(Err(Rejected::ShuttingDown)),
             }
         }

@@ -130,7 +130,7 @@ fn an_eviction_records_for_whom_room_was_made_and_the_figures_at_that_time() {
     rig.clock.advance(10 * SECOND);
     let label: &dyn std::fmt::Display = &"POST /rerank";
     let rejected =
-        rig.admission.state().try_admit_uncounted(mib(45), Priority::Normal, Some(label));
+        rig.admission.state().try_admit_uncounted(None, mib(45), Priority::Normal, Some(label));
     assert!(matches!(rejected, Err(Rejected::Full { .. })));
     until("the second is unloaded", || second.stats().last_unload.is_some());
     let text = second.stats().last_eviction.expect("it was evicted");

@@ -76,6 +76,23 @@ impl Service {
         waiting.expect("there is room in the queue")
     }
 
+    /// Tries to admit a request that waits. `None` if its time is over.
+    fn try_turn(&self, waiting: &Waiting, cost: Cost) -> Poll<Option<Permit>> {
+        match waiting.poll_turn(&Context::from_waker(Waker::noop())) {
+            Poll::Ready(true) => match self.admission.state().try_admit_uncounted(
+                Some(waiting),
+                cost,
+                Priority::Normal,
+                None,
+            ) {
+                Ok(permit) => Poll::Ready(Some(permit)),
+                Err(_) => Poll::Pending,
+            },
+            Poll::Ready(false) => Poll::Ready(None),
+            Poll::Pending => Poll::Pending,
+        }
+    }
+
     fn resource_reservations(&self) -> ByteSize {
         self.admission.ledger(Budget::Host).resource_reservations()
     }
@@ -84,7 +101,7 @@ impl Service {
     /// used in each step.
     fn waits_for(&self, model: &Managed<()>, cost: Cost) -> Duration {
         let (start, waiting) = (self.clock.now(), self.wait(cost));
-        while try_turn(&waiting, cost).is_pending() {
+        while self.try_turn(&waiting, cost).is_pending() {
             if model.try_acquire().is_some() {
                 self.step(STEP);
             } else {
@@ -97,18 +114,6 @@ impl Service {
 
 fn evictions(model: &Managed<()>) -> u64 {
     model.stats().unloads_total(UnloadReason::Eviction)
-}
-
-/// Tries to admit a request that waits. `None` if its time is over.
-fn try_turn(waiting: &Waiting, cost: Cost) -> Poll<Option<Permit>> {
-    match waiting.poll_turn(&Context::from_waker(Waker::noop())) {
-        Poll::Ready(true) => match waiting.try_admit(cost, Priority::Normal, None) {
-            Ok(permit) => Poll::Ready(Some(permit)),
-            Err(_) => Poll::Pending,
-        },
-        Poll::Ready(false) => Poll::Ready(None),
-        Poll::Pending => Poll::Pending,
-    }
 }
 
 /// An upload of so many bytes, which takes 300 ms.
@@ -124,7 +129,7 @@ impl Upload {
     /// Returns `true` if it begins to run.
     fn step(&mut self, service: &Service) -> bool {
         if let Some(waiting) = &self.waiting {
-            let Poll::Ready(turn) = try_turn(waiting, self.cost) else { return false };
+            let Poll::Ready(turn) = service.try_turn(waiting, self.cost) else { return false };
             self.waiting = None;
             (self.permit, self.left) = (turn, 30);
             return self.permit.is_some();
@@ -208,7 +213,7 @@ fn a_request_that_fits_once_others_end_evicts_a_model_in_use_after_half_of_its_w
     let model = service.model("model", 60, 500);
     let _stream = service.admit(mib(30)).expect("fits");
     let waiting = service.wait(mib(35));
-    assert!(try_turn(&waiting, mib(35)).is_pending());
+    assert!(service.try_turn(&waiting, mib(35)).is_pending());
     use_for(&service, &model, MAX_WAIT - STEP);
     drop(waiting);
     assert_eq!(evictions(&model), 0, "its load has not paid off");
@@ -238,7 +243,7 @@ fn a_request_that_lacks_little_waits_for_others_before_it_evicts() {
     service.step(10 * SECOND);
     let _runs = service.admit(mib(38)).expect("fits");
     let (start, waiting) = (service.clock.now(), service.wait(mib(4)));
-    while try_turn(&waiting, mib(4)).is_pending() {
+    while service.try_turn(&waiting, mib(4)).is_pending() {
         match model.stats().loaded {
             true => service.step(STEP),
             false => until("it is unloaded", || service.resource_reservations().is_zero()),

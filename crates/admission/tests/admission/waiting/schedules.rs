@@ -207,7 +207,7 @@ impl World {
         let priority = priority[below(&mut self.chance, 4)];
         let tenant = below(&mut self.chance, 3) as u64;
         self.arrived += 1;
-        match self.admission.state().try_admit_uncounted(cost, priority, None) {
+        match self.admission.state().try_admit_uncounted(None, cost, priority, None) {
             Ok(permit) => self.admitted(permit, self.arrived),
             Err(rejected) if rejected.may_wait() => {
                 let within = Some(WITHIN);
@@ -324,12 +324,8 @@ impl World {
         loop {
             let Some(is_turn) = request.place.poll() else { return };
             let (cost, priority) = (request.cost, request.priority);
-            let tried = if is_turn {
-                request.place.0.try_admit(cost, priority, None)
-            } else {
-                self.admission.state().try_admit_uncounted(cost, priority, None)
-            };
-            match tried {
+            let waiting = is_turn.then_some(&request.place.0);
+            match self.admission.state().try_admit_uncounted(waiting, cost, priority, None) {
                 Ok(permit) => {
                     let request = self.waiting.swap_remove(at);
                     self.seen.waited += 1;
