@@ -6,7 +6,7 @@
 //! one with which the service survives each of some runs. Clients send their next request when the
 //! last one was answered, after a pause. The first mix is fixed, the others are drawn by the seed.
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -24,7 +24,7 @@ use lowtide::admission::Managed;
 use lowtide::{BoxError, ByteSize, Cost, Memory};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpStream;
 use tower::limit::GlobalConcurrencyLimitLayer;
 
 use crate::cell::{Cell, LIMIT, Service};
@@ -95,13 +95,7 @@ pub(crate) async fn serve(limit: Option<usize>) -> Result<(), BoxError> {
         app = app.layer(memory.layer());
     }
     let app = app.route("/loads", get(async move || loads.load(Ordering::Relaxed).to_string()));
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
-    println!("{}", listener.local_addr()?);
-    tokio::spawn(async { axum::serve(listener, app).await });
-    let until = || std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
-    tokio::task::spawn_blocking(until).await??;
-    drop(memory);
-    Ok(())
+    common::listen(app).await
 }
 
 fn sum(bytes: &[u8]) -> String {
@@ -143,7 +137,7 @@ impl Outcome {
     /// Returns the MiB of bodies served.
     fn served(&self) -> f64 {
         let served = self.answers.iter().filter(|answer| answer.1 == Some(StatusCode::OK));
-        served.map(|answer| answer.3 as f64 / f64::from(1 << 20)).sum()
+        count(served.map(|answer| answer.3 as u64).sum()) / f64::from(1 << 20)
     }
 
     fn small(&self, part: f64) -> f64 {

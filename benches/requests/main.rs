@@ -217,8 +217,7 @@ fn ask(service: &mut axum::Router) -> Result<(), BoxError> {
     let answer = service.call(http::Request::get("/").body(axum::body::Body::empty())?);
     let answer = answer.now_or_never().ok_or("it waits")??;
     let body = answer.into_body().collect().now_or_never().ok_or("it waits")??;
-    assert_eq!(body.to_bytes(), "hello world");
-    Ok(())
+    if body.to_bytes() == "hello world" { Ok(()) } else { Err("another answer".into()) }
 }
 
 /// Counts everything, and adds the figures.
