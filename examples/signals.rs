@@ -50,8 +50,6 @@ fn main() -> ExitCode {
 
 fn line(signals: &Signals) -> String {
     let sample = signals.sample();
-    let bytes =
-        |size: Option<ByteSize>| size.map_or_else(|| "-".to_owned(), |size| size.get().to_string());
     let count =
         |count: Option<u64>| count.map_or_else(|| "-".to_owned(), |count| count.to_string());
     let events = signals.events().unwrap_or_default();
@@ -66,8 +64,8 @@ fn line(signals: &Signals) -> String {
         sample.limit.bytes.get(),
         sample.limit.source.name(),
         sample.physical.get(),
-        bytes(sample.rss),
-        bytes(sample.charged),
+        count(sample.rss.map(ByteSize::get)),
+        count(sample.charged.map(ByteSize::get)),
         counts(events.own),
         counts(events.above),
         psi.map_or_else(|| "-".to_owned(), total),
