@@ -62,10 +62,15 @@ fn main() -> Result<(), BoxError> {
     show("purged", &after);
     println!("\nthe purge released {released}");
 
+    check(&before, &full, &after);
+    Ok(())
+}
+
+/// Panics unless the blocks were live, and the purge has released them.
+fn check(before: &HeapSnapshot, full: &HeapSnapshot, after: &HeapSnapshot) {
     assert!(full.live >= before.live.saturating_add(TAKEN), "{} live: expected more", full.live);
     let left = after.resident.saturating_sub(before.resident);
     assert!(left <= LEFT_MAX, "{left} are left after the purge: expected at most {LEFT_MAX}");
-    Ok(())
 }
 
 fn show(when: &str, heap: &HeapSnapshot) {

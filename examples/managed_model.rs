@@ -57,7 +57,7 @@ async fn main() -> Result<(), BoxError> {
         request.await??;
     }
     show(&memory, "eight requests at once");
-    assert_eq!(loads(&memory), 1, "once for all waiting requests");
+    expect_loads(&memory, 1); // once for all waiting requests
 
     until(|| committed(&memory) == ByteSize::ZERO, "the idle model and its memory are released")
         .await?;
@@ -65,7 +65,7 @@ async fn main() -> Result<(), BoxError> {
 
     answer(arena.clone(), model.clone()).await?;
     show(&memory, "another request");
-    assert_eq!(loads(&memory), 2, "it was unloaded");
+    expect_loads(&memory, 2);
 
     // One that can never fit is refused when it is registered, and all else goes on.
     let large = register(&memory, &arena, "too large", ByteSize::gib(1));
@@ -91,6 +91,10 @@ fn register(
 
 fn loads(memory: &Memory) -> u64 {
     memory.snapshot().resources.iter().map(|resource| resource.loads_ok_total).sum()
+}
+
+fn expect_loads(memory: &Memory, count: u64) {
+    assert_eq!(loads(memory), count, "loads of the model");
 }
 
 fn committed(memory: &Memory) -> ByteSize {

@@ -56,7 +56,6 @@ fn line(signals: &Signals) -> String {
     let counts = |EventCounts { high, max, oom, oom_kill, .. }| {
         [high, max, oom, oom_kill].map(count).join(",")
     };
-    let psi = signals.psi();
     let total = |psi: Psi| psi.some_total.as_micros().to_string();
     format!(
         "cgroup={} limit={} source={} physical={} rss={} charged={} own={} above={} psi={}",
@@ -68,6 +67,6 @@ fn line(signals: &Signals) -> String {
         count(sample.charged.map(ByteSize::get)),
         counts(events.own),
         counts(events.above),
-        psi.map_or_else(|| "-".to_owned(), total),
+        signals.psi().map_or_else(|| "-".to_owned(), total),
     )
 }

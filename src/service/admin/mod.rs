@@ -155,9 +155,7 @@ fn too_many(wait: Duration, detail: String) -> Denial {
 
 /// Parses the command of this name from the query.
 fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, Denial> {
-    let one = |name: &'static [&'static str; 1]| {
-        Query::read(query, name)?.need(name[0]).map(str::to_owned)
-    };
+    let one = |of: &'static [&str; 1]| Query::read(query, of)?.need(of[0]).map(str::to_owned);
     Ok(match name {
         "trim" => {
             let query = Query::read(query, &["arena", "keep"])?;
