@@ -33,21 +33,12 @@ async fn main() -> Result<(), BoxError> {
     let listener = TcpListener::bind(("127.0.0.1", if serve { 8080 } else { 0 })).await?;
     let address = listener.local_addr()?;
     println!("listening on http://{address}");
-    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
-    let terminated = memory.terminated()?;
-    let end = async move {
-        tokio::select! { () = terminated => {} _ = stopped => {} }
-    };
-    let server = axum::serve(listener, routes).with_graceful_shutdown(end);
-    let server = tokio::spawn(server.into_future());
+    let server = axum::serve(listener, routes).with_graceful_shutdown(memory.terminated()?);
+    let served = memory.serve(server, Duration::from_secs(10));
     if serve {
-        server.await??;
-    } else {
-        let asked = ask_all(address).await;
-        let _ = stop.send(());
-        server.await??;
-        asked?;
+        return served.await;
     }
+    tokio::select! { served = served => served?, asked = ask_all(address) => asked? }
     // Unloads resources, and joins the threads.
     let end = memory.shutdown(Duration::from_secs(5)).await;
     println!("shut down: {end}");

@@ -86,8 +86,7 @@ fn client(memory: &Memory) {
         };
         let body = vec![1_u8; REQUEST.as_usize().unwrap_or(0)];
         sleep(Duration::from_millis(10)); // the work
-        drop(body);
-        drop(permit);
+        drop((body, permit));
         SERVED.fetch_add(1, Ordering::Relaxed);
     }
 }

@@ -50,15 +50,12 @@ fn main() -> ExitCode {
 
 fn line(signals: &Signals) -> String {
     let sample = signals.sample();
-    let bytes =
-        |size: Option<ByteSize>| size.map_or_else(|| "-".to_owned(), |size| size.get().to_string());
     let count =
         |count: Option<u64>| count.map_or_else(|| "-".to_owned(), |count| count.to_string());
     let events = signals.events().unwrap_or_default();
     let counts = |EventCounts { high, max, oom, oom_kill, .. }| {
         [high, max, oom, oom_kill].map(count).join(",")
     };
-    let psi = signals.psi();
     let total = |psi: Psi| psi.some_total.as_micros().to_string();
     format!(
         "cgroup={} limit={} source={} physical={} rss={} charged={} own={} above={} psi={}",
@@ -66,10 +63,10 @@ fn line(signals: &Signals) -> String {
         sample.limit.bytes.get(),
         sample.limit.source.name(),
         sample.physical.get(),
-        bytes(sample.rss),
-        bytes(sample.charged),
+        count(sample.rss.map(ByteSize::get)),
+        count(sample.charged.map(ByteSize::get)),
         counts(events.own),
         counts(events.above),
-        psi.map_or_else(|| "-".to_owned(), total),
+        signals.psi().map_or_else(|| "-".to_owned(), total),
     )
 }

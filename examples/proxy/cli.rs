@@ -99,7 +99,7 @@ fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxError> {
         .build()?;
     match cli.command {
         None => runtime.block_on(serve(cli)),
-        Some(Command::Healthcheck) => runtime.block_on(healthcheck(cli.for_operators())),
+        Some(Command::Healthcheck) => Ok(lowtide::service::healthcheck(cli.for_operators())?),
         Some(Command::Fit(ref fit)) => {
             let token = token_file.as_deref().map(app::token_text).transpose()?;
             runtime.block_on(fit.run(cli.for_operators(), token.as_deref()))
@@ -198,14 +198,6 @@ async fn serve(cli: Cli) -> Result<(), BoxError> {
     tracing::info!(all_requests_ended = ended, %report, "stopped");
     // Other outstanding work is no reason to be restarted.
     if report.exhausted { Err(report.into()) } else { Ok(()) }
-}
-
-async fn healthcheck(at: SocketAddr) -> Result<(), BoxError> {
-    let (status, text) = ask(at, "GET", "/healthz", None).await?;
-    if status.is_success() {
-        return Ok(());
-    }
-    Err(format!("{at} answered {status}: {}", String::from_utf8_lossy(&text)).into())
 }
 
 /// Sends a request to the running proxy, with this token for admin commands, and returns its answer.

@@ -65,15 +65,8 @@ impl Silence {
         }
     }
 
-    fn waits_for_upstream(&self) {
-        self.set(Some(Instant::now()));
-    }
-
-    fn waits_for_client(&self) {
-        self.set(None);
-    }
-
-    fn set(&self, since: Option<Instant>) {
+    fn wait(&self, is_for_upstream: bool) {
+        let since = is_for_upstream.then(Instant::now);
         *self.since.lock().unwrap_or_else(PoisonError::into_inner) = since;
     }
 }
@@ -94,7 +87,7 @@ impl<B> Asked<B> {
 impl<B> Drop for Asked<B> {
     /// Nothing more is taken of it: from here on only the upstream is waited for.
     fn drop(&mut self) {
-        self.silence.waits_for_upstream();
+        self.silence.wait(true);
     }
 }
 
@@ -110,10 +103,10 @@ where
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, ClientFault>>> {
         let Poll::Ready(frame) = Pin::new(&mut self.body).poll_frame(cx) else {
-            self.silence.waits_for_client();
+            self.silence.wait(false);
             return Poll::Pending;
         };
-        self.silence.waits_for_upstream();
+        self.silence.wait(true);
         Poll::Ready(frame.map(|frame| frame.map_err(|error| ClientFault(error.into()))))
     }
 
@@ -166,7 +159,7 @@ where
         let Self { silence, passed, .. } = &mut *self;
         let passed = passed.get_or_insert_with(|| {
             // Until now the client was waited for, which read what there was.
-            silence.waits_for_upstream();
+            silence.wait(true);
             let silence = silence.clone();
             Box::pin(async move { silence.passed().await })
         });

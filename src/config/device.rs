@@ -61,12 +61,7 @@ const EXPECTED: &str = "auto, cuda, cuda:1 (a number), cuda:GPU-... or cuda:MIG-
 const EXPECTED_IN_A_LIST: &str = "only CUDA devices in a list: each cuda, cuda:1 (a number), \
                                   cuda:GPU-... or cuda:MIG-... (a UUID)";
 
-impl DeviceChoice {
-    /// Returns `true` if this names one CUDA device, as a list of devices must.
-    const fn is_one_cuda_device(&self) -> bool {
-        matches!(self, Self::Cuda | Self::CudaOrdinal(_) | Self::CudaUuid(_))
-    }
-}
+use DeviceChoice::{Cuda, CudaOrdinal, CudaUuid};
 
 /// A device, or a list of CUDA devices with the default one first.
 pub(super) const DEVICES: Format<Vec<DeviceChoice>> = Format {
@@ -80,7 +75,7 @@ pub(super) const DEVICES: Format<Vec<DeviceChoice>> = Format {
     accepts: |devices| match devices.as_slice() {
         [] => false,
         [_] => true,
-        list => list.iter().all(DeviceChoice::is_one_cuda_device),
+        list => list.iter().all(|one| matches!(one, Cuda | CudaOrdinal(_) | CudaUuid(_))),
     },
 };
 
@@ -140,9 +135,9 @@ mod tests {
     fn a_device_is_named_by_number_or_uuid_and_written_as_it_is_read() {
         let uuid = "GPU-00112233-4455-6677-8899-aabbccddeeff";
         let read = |text: &str| text.parse::<DeviceChoice>();
-        assert_eq!(read("cuda:1"), Ok(DeviceChoice::CudaOrdinal(1)));
-        assert_eq!(read("cuda:007"), Ok(DeviceChoice::CudaOrdinal(7)));
-        let named = uuid.parse().map(DeviceChoice::CudaUuid);
+        assert_eq!(read("cuda:1"), Ok(CudaOrdinal(1)));
+        assert_eq!(read("cuda:007"), Ok(CudaOrdinal(7)));
+        let named = uuid.parse().map(CudaUuid);
         assert_eq!(read(&format!("cuda:{uuid}")).ok(), named.ok());
         assert_eq!(
             read(&format!("cuda:{}", uuid.replace("GPU", "MIG"))),
@@ -166,7 +161,7 @@ mod tests {
 
     #[test]
     fn a_list_names_cuda_devices_and_the_default_one_comes_first() {
-        let (zero, one) = (DeviceChoice::CudaOrdinal(0), DeviceChoice::CudaOrdinal(1));
+        let (zero, one) = (CudaOrdinal(0), CudaOrdinal(1));
         let read = |text: &str| DEVICES.read(text);
         assert_eq!(read("cuda:1, cuda:0"), Ok(vec![one, zero]));
         assert_eq!(read("cuda:all"), Ok(vec![DeviceChoice::CudaAll]));
@@ -182,7 +177,7 @@ mod tests {
         let error = Config::resolve(&host, &Settings::default()).expect_err("host in a list");
         assert!(error.to_string().contains("host"), "{error}");
         // A device of the environment replaces the whole list of the code.
-        let three = DeviceChoice::CudaOrdinal(3);
+        let three = CudaOrdinal(3);
         let config = Config::resolve(&of(&[zero, one]), &of(&[three])).expect("valid");
         assert_eq!(config.devices.value, [three]);
     }

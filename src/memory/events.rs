@@ -69,15 +69,16 @@ impl EventLog {
         self.add_event(at, kind, about, 0, text);
     }
 
-    /// Adds an event whose text is about the sum of the amounts: a purge, a reclaim, a rejection or
-    /// a kill.
-    pub(super) fn add_sum(&self, at: Duration, kind: &'static str, about: &str, amount: u64) {
-        let text = text_of_sum(kind, amount).unwrap_or_default();
-        self.add_event(at, kind, about, amount, text);
-    }
-
-    /// Drops the oldest event of the kind if its ring is full.
-    fn add_event(&self, at: Duration, kind: &'static str, about: &str, amount: u64, text: String) {
+    /// Adds an event with an amount; of a purge, a reclaim, a rejection and a kill the text is about
+    /// the sum of the amounts. Drops the oldest event of the kind if its ring is full.
+    pub(super) fn add_event(
+        &self,
+        at: Duration,
+        kind: &'static str,
+        about: &str,
+        amount: u64,
+        text: String,
+    ) {
         let mut events = lock(&self.0);
         let ring = events.entry(kind).or_default();
         // A clock that was set back begins an event of its own.
@@ -95,7 +96,8 @@ impl EventLog {
         if ring.len() == KIND_MAX {
             ring.pop_front();
         }
-        let (kind, about, text) = (kind.into(), about.to_owned(), bounded(text));
+        let text = bounded(text_of_sum(kind, amount).unwrap_or(text));
+        let (kind, about) = (kind.into(), about.to_owned());
         ring.push_back(Event { at, since: at, kind, about, text, times: 1, sum: amount });
     }
 
@@ -444,10 +446,10 @@ mod tests {
         events.add(at(0), "evict", "embedder", "evicted for the load of \"ranker\"".to_owned());
         for nth in 1..=1_000 {
             let about = if nth % 2 == 0 { "full" } else { "pressure" };
-            events.add_sum(at(nth), "reject", about, 1);
+            events.add_event(at(nth), "reject", about, 1, String::new());
         }
         for nth in 1_001..=1_050 {
-            events.add_sum(at(nth), "reject", "full", 3);
+            events.add_event(at(nth), "reject", "full", 3, String::new());
         }
         let all = events.all();
         assert_eq!(all[0].kind, "evict", "still there");
@@ -462,11 +464,11 @@ mod tests {
                 && rejects.map(|event| event.times).sum::<u64>() > 400
         );
         // The bug: after the clock was set back, new events were merged with those of the future.
-        events.add_sum(at(500), "reject", "full", 1);
+        events.add_event(at(500), "reject", "full", 1, String::new());
         let back = events.all().into_iter().find(|event| event.at == at(500) && event.sum == 1);
         assert_eq!(back.map(|event| (event.since, event.times)), Some((at(500), 1)));
         // A later episode is an event of its own.
-        events.add_sum(at(1_200), "reject", "full", 1);
+        events.add_event(at(1_200), "reject", "full", 1, String::new());
         assert_eq!(events.all().last().map(|event| event.sum), Some(1));
     }
 

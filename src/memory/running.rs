@@ -72,11 +72,6 @@ pub(super) struct ThreadEnd {
 }
 
 impl Threads {
-    /// Returns `true` if the threads were started and none was signalled to end.
-    pub(super) fn is_running(&self) -> bool {
-        lock(&self.started).len() >= THREADS && !self.stop.load(Ordering::Acquire)
-    }
-
     /// Signals the threads to end; the worker finishes its queue first.
     pub(super) fn end(&self) {
         self.stop.store(true, Ordering::Release);
@@ -170,7 +165,8 @@ impl Drop for RunningMemory {
         if !self.claim.birth.is_here() {
             return;
         }
-        let was_running = self.threads.is_running();
+        let Threads { started, stop, .. } = &self.threads;
+        let was_running = lock(started).len() >= THREADS && !stop.load(Ordering::Acquire);
         let panics = std::thread::panicking();
         self.flight.end(if panics { RunEnd::Panicked } else { RunEnd::Dropped });
         self.state.close();

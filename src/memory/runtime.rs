@@ -20,10 +20,6 @@ use super::error::Shutdown;
 use super::manager::Memory;
 use super::resources::ResourceBuilder;
 
-/// The time that [`Memory::serve`] leaves resources in use. An estimate: with a drain of 10 s less
-/// than the 30 s after which Kubernetes kills the process.
-const UNLOAD_WITHIN: Duration = Duration::from_secs(5);
-
 impl Memory {
     /// Returns a future that completes when the process is asked to end: by SIGTERM or SIGINT, or
     /// because memory is exhausted and the policy is
@@ -51,9 +47,7 @@ impl Memory {
                 if asked { Poll::Ready(()) } else { Poll::Pending }
             })
             .await;
-            if let Some(memory) = memory.upgrade() {
-                memory.set_ending();
-            }
+            memory.upgrade().iter().for_each(Self::set_ending);
         })
     }
 
@@ -89,21 +83,19 @@ impl Memory {
     ) -> Result<(), BoxError> {
         let asked = self.terminated()?;
         let mut late = pin!(async { (asked.await, sleep(drain).await) });
-        let mut server = Box::pin(server.into_future());
+        let mut server = pin!(server.into_future());
         let served = poll_fn(|cx| match server.as_mut().poll(cx) {
             Poll::Ready(served) => Poll::Ready(Some(served)),
             Poll::Pending => late.as_mut().poll(cx).map(|_| None),
         });
         let served = served.await;
-        drop(server);
-        let mut report = self.shutdown(UNLOAD_WITHIN).await;
-        match served {
-            Some(served) => served.map_err(Into::into)?,
-            None => {
-                let requests = std::mem::take(&mut report.requests);
-                log!(warn, target: "lowtide", requests, ?drain, "requests cut at the shutdown");
-            }
+        // With a drain of 10 s less than the 30 s after which Kubernetes kills the process.
+        let mut report = self.shutdown(Duration::from_secs(5)).await;
+        let cut = if served.is_none() { std::mem::take(&mut report.requests) } else { 0 };
+        if cut > 0 {
+            log!(warn, target: "lowtide", requests = cut, ?drain, "requests cut at the shutdown");
         }
+        served.transpose().map_err(Into::into)?;
         Ok(report.into_result()?)
     }
 

@@ -181,7 +181,7 @@ impl Shared {
         let purged = Purged { heap, device, took };
         if !purged.released().is_zero() {
             let (at, released) = (self.clock.since_epoch(), purged.released().get());
-            self.events.add_sum(at, "purge", trigger.name(), released);
+            self.events.add_event(at, "purge", trigger.name(), released, String::new());
         }
         log!(
             debug,

@@ -77,10 +77,7 @@ impl<T: Clone + Send + 'static> SlowValue<T> {
             drop(state);
             rings.ring();
         });
-        if let Err(error) = started {
-            lock(&self.0).begun = None;
-            return Err(error);
-        }
+        started.inspect_err(|_| lock(&self.0).begun = None)?;
         let deadline = now + ANSWER_WAIT;
         // Ends at the deadline at the latest: each iteration waits until then, or for the value.
         while lock(&self.0).begun.is_some() && clock.now() < deadline {

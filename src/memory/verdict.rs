@@ -73,7 +73,10 @@ impl Verdict {
             retained(snapshot, breakdown),
             untracked(snapshot, breakdown),
             #[cfg(feature = "device")]
-            lost_device(snapshot),
+            snapshot.devices.first_lost().and_then(|(name, error)| {
+                let text = format!("Device {name} is lost until the process restarts: {error}.");
+                problem("device", text)
+            }),
             eviction(snapshot, events),
         ];
         let findings: Vec<_> = rules.into_iter().flatten().collect();
@@ -320,12 +323,6 @@ fn untracked(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Option<Diagnos
     );
     let is_problem = percent(snapshot) >= Some(50);
     Some(Diagnostic { about: "untracked", is_problem, text })
-}
-
-#[cfg(feature = "device")]
-fn lost_device(snapshot: &MemorySnapshot) -> Option<Diagnostic> {
-    let (name, error) = snapshot.devices.first_lost()?;
-    problem("device", format!("Device {name} is lost until the process restarts: {error}."))
 }
 
 /// Names the last eviction.

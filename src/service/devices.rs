@@ -169,9 +169,8 @@ fn map((name, occupancy): &(String, Vec<RegionOccupancy>)) -> Value {
 
 /// Returns the seconds after which a client should request another map of an arena with this number
 /// of blocks.
-const fn again(blocks: u64) -> u64 {
-    let seconds = blocks.div_ceil(BLOCKS_EACH_SECOND);
-    if seconds == 0 { 1 } else { seconds }
+fn again(blocks: u64) -> u64 {
+    blocks.div_ceil(BLOCKS_EACH_SECOND).max(1)
 }
 
 /// Returns runs of equal cells: the first, the count, and the live, pending, active and idle bytes

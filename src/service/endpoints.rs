@@ -9,7 +9,7 @@
 //!
 //! Invariant: without admin commands no answer changes anything.
 
-use std::io::{self, Read as _, Write as _};
+use std::io::{self, ErrorKind::WouldBlock, Write as _};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
@@ -41,21 +41,28 @@ const TEXT: &str = "text/plain; charset=utf-8";
 const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// The longest time of each step of a health check.
-const CHECKED_WITHIN: Duration = Duration::from_secs(2);
+const WITHIN: Duration = Duration::from_secs(2);
 
 /// Requests `/healthz` of the service at this address: the health check of an image without a shell.
-/// Blocks for up to 2 s for a connection, and for an answer.
+/// Blocks for up to 2 s for a connection, and for each part of the answer.
 ///
 /// # Errors
-/// If the service does not answer in time, or not with the status 200, which the text then has.
+/// If the service cannot be reached, does not answer in time, or not with the status 200; the text
+/// names the address and the cause.
 pub fn healthcheck(at: SocketAddr) -> io::Result<()> {
-    let mut service = TcpStream::connect_timeout(&at, CHECKED_WITHIN)?;
-    service.set_read_timeout(Some(CHECKED_WITHIN))?;
-    service.write_all(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")?;
-    let mut status = [0; "HTTP/1.1 200".len()];
-    service.read_exact(&mut status)?;
-    let text = String::from_utf8_lossy(&status);
-    if text.ends_with(" 200") { Ok(()) } else { Err(io::Error::other(format!("{at}: {text}"))) }
+    const REQUEST: &[u8] = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n";
+    let ask = |mut service: TcpStream| {
+        service.set_read_timeout(Some(WITHIN))?;
+        service.write_all(REQUEST)?;
+        io::read_to_string(service)
+    };
+    let told = match TcpStream::connect_timeout(&at, WITHIN).and_then(ask) {
+        Ok(answer) if answer.split(' ').nth(1) == Some("200") => return Ok(()),
+        Ok(answer) => format!("answered {}", answer.split(' ').nth(1).unwrap_or("nothing")),
+        Err(error) if error.kind() == WouldBlock => format!("did not answer within {WITHIN:?}"),
+        Err(error) => format!("cannot be reached: {error}"),
+    };
+    Err(io::Error::other(format!("{at} {told}")))
 }
 
 /// The operator endpoints of a service.

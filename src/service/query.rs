@@ -47,8 +47,9 @@ impl Query {
                     [name] => (*name).to_owned(),
                     [first @ .., last] => format!("{} or {last}", first.join(", ")),
                 };
-                let unknown = format!("unknown query parameter {name:?}: expected {expected}");
-                return Err(invalid(unknown));
+                return Err(invalid(format!(
+                    "unknown query parameter {name:?}: expected {expected}"
+                )));
             };
             if found.iter().any(|(other, _)| *other == name) {
                 return Err(given_twice(name));

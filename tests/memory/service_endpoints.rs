@@ -271,9 +271,10 @@ fn a_health_check_tells_a_service_that_is_well_from_one_that_is_not() {
     let ending = Endpoints::new(None);
     ending.set_ending();
     let error = answer(get(&ending, "/readyz")).expect_err("503");
-    assert_eq!(error.to_string(), format!("{at}: HTTP/1.1 503"));
+    assert_eq!(error.to_string(), format!("{at} answered 503"));
     drop(listener);
-    assert!(lowtide::service::healthcheck(at).is_err(), "nothing listens");
+    let error = lowtide::service::healthcheck(at).expect_err("nothing listens").to_string();
+    assert!(error.contains(&at.to_string()) && error.contains("refused"), "{error}");
 }
 
 fn terminate() {
@@ -327,7 +328,10 @@ fn a_request_that_ends_within_the_drain_is_answered() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.expect("a runtime").block_on(async {
         let ending = memory.terminated().expect("handlers");
-        let server = async { Ok::<_, BoxError>(ending.await) };
+        let server = async {
+            ending.await;
+            Ok::<_, BoxError>(())
+        };
         let mut served = Box::pin(memory.serve(server, Duration::MAX));
         assert!(poll(&mut served).is_pending(), "it was not asked to end");
         terminate();

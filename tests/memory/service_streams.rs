@@ -2,10 +2,12 @@
 #![cfg(all(feature = "service", target_os = "linux"))]
 
 use std::any::Any;
+use std::cell::RefCell;
 use std::convert::Infallible;
 use std::future::pending;
 use std::hint::black_box;
 use std::pin::Pin;
+use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
@@ -245,8 +247,8 @@ type Session = Pin<Box<dyn Future<Output = ()>>>;
 
 /// A WebSocket whose session has a buffer of this size; `None` if it is not admitted.
 fn open_socket<E: Estimate>(layer: &MemoryLayer<E>, buffer: usize) -> Option<Session> {
-    let session = Arc::new(Mutex::new(None));
-    let kept = Arc::clone(&session);
+    let session = Rc::new(RefCell::new(None));
+    let kept = Rc::clone(&session);
     let handler = move |request: Request<RequestBody<Full<Bytes>>>| {
         let permit = request.extensions().get::<RequestPermit>().expect("admitted");
         let session: Session = Box::pin(permit.scope(async move {
@@ -254,13 +256,13 @@ fn open_socket<E: Estimate>(layer: &MemoryLayer<E>, buffer: usize) -> Option<Ses
             pending::<()>().await;
             drop(buffer);
         }));
-        *kept.lock().expect("not poisoned") = Some(session);
+        *kept.borrow_mut() = Some(session);
         std::future::ready(Ok::<_, Infallible>(switching()))
     };
     let request = Request::get("/socket").body(Full::default()).expect("a valid head");
     let mut call = Box::pin(layer.layer(service_fn(handler)).call(request));
-    assert!(poll(&mut call).is_pending() || session.lock().expect("not poisoned").is_some());
-    let mut session = session.lock().expect("not poisoned").take()?;
+    assert!(poll(&mut call).is_pending() || session.borrow().is_some());
+    let mut session = session.take()?;
     assert!(poll(&mut session).is_pending());
     Some(session)
 }
@@ -271,7 +273,7 @@ fn switching() -> Response<Full<Bytes>> {
     answer
 }
 
-/// tungstenite#480, axum#3178: 1,500 WebSockets held 199 MiB that nothing had reserved.
+/// tungstenite#480, axum#3178: 1,500 sockets held 199 MiB that nothing had reserved.
 #[test]
 fn an_upgraded_connection_is_a_request_until_its_session_ends() {
     let bed = Bed::new();

@@ -136,9 +136,11 @@ impl Exhaustion {
         if self.is_declared() && admits {
             self.refused = None;
         }
+        // How long there has to be room.
+        let lasts = if self.may_serve_one() { REFUSED_FOR } else { Duration::ZERO };
         if room.most < room.smallest {
             self.room_since = None;
-        } else if now - *self.room_since.get_or_insert(now) >= self.room_lasts() {
+        } else if now - *self.room_since.get_or_insert(now) >= lasts {
             (self.refused, self.purged, self.declared) = (None, false, None);
             // A process that has begun to end goes on.
             self.needs_restart &= matches!(self.policy, ExhaustionPolicy::Exit { .. });
@@ -154,11 +156,6 @@ impl Exhaustion {
         if !self.is_declared() && self.purged && last - first >= REFUSED_FOR {
             (self.declared, self.refused) = (Some(now), None);
         }
-    }
-
-    /// Returns how long there has to be room until exhaustion ends.
-    const fn room_lasts(&self) -> Duration {
-        if self.may_serve_one() { REFUSED_FOR } else { Duration::ZERO }
     }
 
     /// Returns `true` if memory that no request owns leaves no room for requests.

@@ -230,14 +230,8 @@ impl ArenaResolution {
             let (wanted, reason) = wanted(&effective, written);
             let spelled = written.spelled.clone();
             let is_in_force = wanted == effective.value;
-            (!is_in_force).then_some(Conflict {
-                key,
-                wanted,
-                wanted_by,
-                spelled,
-                effective,
-                reason,
-            })
+            let conflict = Conflict { key, wanted, wanted_by, spelled, effective, reason };
+            (!is_in_force).then_some(conflict)
         };
         options.iter().filter_map(conflict).collect()
     }

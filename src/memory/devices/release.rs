@@ -257,7 +257,8 @@ impl Shared {
         let (was_short, wanted) = (watch.is_short(), watch.look(now, look));
         let (is_short, low) = (watch.is_short(), watch.low(look.total));
         drop(watch);
-        let (free, idle) = (look.free, self.idle_on(device));
+        let idle = self.arenas_on(device).map(|arena| arena.control_figures().0[1]);
+        let (free, idle) = (look.free, idle.sum::<ByteSize>());
         if !wanted.is_zero() {
             let released = self.give_idle_back(device, wanted);
             lock(&device.watch).released_total += released.get();
@@ -319,10 +320,6 @@ impl Shared {
 
     pub(super) fn committed_on(&self, device: &Device) -> ByteSize {
         self.arenas_on(device).map(|arena| arena.glance().committed).sum()
-    }
-
-    fn idle_on(&self, device: &Device) -> ByteSize {
-        self.arenas_on(device).map(|arena| arena.control_figures().0[1]).sum()
     }
 }
 

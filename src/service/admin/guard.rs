@@ -72,7 +72,11 @@ pub(super) fn check<B>(request: &Request<B>, token: Option<&AdminToken>) -> Resu
         return Err(not_local("forwarded", "the request came through a proxy"));
     }
     let expected = "expected localhost or a loopback address as the host";
-    is_this_machine(host.host()).then_some(()).ok_or_else(|| not_local("host_name", expected))
+    // Names of this machine that no other party can assign.
+    let is_local = |host: &str| {
+        host.eq_ignore_ascii_case("localhost") || address(host).is_some_and(is_loopback)
+    };
+    is_local(host.host()).then_some(()).ok_or_else(|| not_local("host_name", expected))
 }
 
 /// Checks that a request for figures names a known host: an address, `localhost`, or one of these
@@ -103,10 +107,8 @@ fn host(headers: &HeaderMap, uri: &Uri) -> Option<Authority> {
         (Some(_), Some(_)) => return None,
     };
     match (header, uri.authority()) {
-        (Some(header), Some(uri)) => (header == *uri).then_some(header),
-        (Some(header), None) => Some(header),
-        (None, Some(uri)) => authority(uri.as_str()),
-        (None, None) => None,
+        (Some(header), uri) => uri.is_none_or(|uri| header == *uri).then_some(header),
+        (None, uri) => authority(uri?.as_str()),
     }
 }
 
@@ -120,12 +122,8 @@ fn check_site(headers: &HeaderMap, host: &Authority) -> Result<(), Denial> {
     let is_own_site = headers.get_all("sec-fetch-site").iter().all(|site| site == "same-origin");
     let is_own = |origin: &HeaderValue| {
         let origin: Uri = origin.to_str().ok()?.parse().ok()?;
-        let scheme = origin.scheme_str()?;
-        let port = match scheme {
-            "http" => 80,
-            "https" => 443,
-            _ => return None,
-        };
+        let mut ports = [("http", 80), ("https", 443)].into_iter();
+        let (_, port) = ports.find(|(scheme, _)| origin.scheme_str() == Some(scheme))?;
         let from = origin.authority()?;
         let ports = [from, host].map(|of| of.port_u16().unwrap_or(port));
         (from.host().eq_ignore_ascii_case(host.host()) && ports[0] == ports[1]).then_some(())
@@ -147,11 +145,6 @@ fn has_token(headers: &HeaderMap, token: &AdminToken) -> bool {
 
 fn is_loopback(address: IpAddr) -> bool {
     address.to_canonical().is_loopback()
-}
-
-/// Returns `true` if a host is a name of this machine that no other party can assign.
-fn is_this_machine(host: &str) -> bool {
-    host.eq_ignore_ascii_case("localhost") || address(host).is_some_and(is_loopback)
 }
 
 /// Parses an address in the place of a host, IPv6 in brackets.

@@ -154,10 +154,7 @@ fn too_many(wait: Duration, detail: String) -> Denial {
 
 /// Parses the command of this name from the query.
 fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, Denial> {
-    let arena = |query: Option<&str>| {
-        let query = Query::read(query, &["arena"])?;
-        query.need("arena").map(str::to_owned)
-    };
+    let one = |of: &'static [&str; 1]| Query::read(query, of)?.need(of[0]).map(str::to_owned);
     Ok(match name {
         "trim" => {
             let query = Query::read(query, &["arena", "keep"])?;
@@ -166,18 +163,14 @@ fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, Denial> {
             let keep = keep?;
             AdminCommand::Trim { arena: query.need("arena")?.to_owned(), keep }
         }
-        "sleep" => AdminCommand::Sleep { arena: arena(query)? },
-        "wake" => AdminCommand::Wake { arena: arena(query)? },
-        "unload" => {
-            let query = Query::read(query, &["resource"])?;
-            AdminCommand::Unload { resource: query.need("resource")?.to_owned() }
-        }
+        "sleep" => AdminCommand::Sleep { arena: one(&["arena"])? },
+        "wake" => AdminCommand::Wake { arena: one(&["arena"])? },
+        "unload" => AdminCommand::Unload { resource: one(&["resource"])? },
         "fit" => fit(query)?,
         "admission" => {
-            let query = Query::read(query, &["mode"])?;
-            let text = query.need("mode")?;
-            let mode = text.parse().map_err(|expected: &str| invalid_value("mode", text, expected));
-            AdminCommand::Admission { mode: mode? }
+            let text = one(&["mode"])?;
+            let invalid = |expected: &str| invalid_value("mode", &text, expected);
+            AdminCommand::Admission { mode: text.parse().map_err(invalid)? }
         }
         _ => {
             Query::read(query, &[])?;

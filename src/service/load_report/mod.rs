@@ -130,7 +130,7 @@ impl LoadReports {
     pub(super) fn attach<R: Body>(&self, response: &mut Response<R>) -> Carrier {
         self.responses.fetch_add(1, Ordering::Relaxed);
         let carrier = carrier(response);
-        if is_failure(response) {
+        if response.status().is_server_error() || is_grpc_failure(response.headers()) {
             self.errors.fetch_add(1, Ordering::Relaxed);
         }
         let headers = response.headers_mut();
@@ -326,11 +326,6 @@ fn carrier<R: Body>(response: &Response<R>) -> Option<Carrier> {
 }
 
 static GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
-
-/// Returns `true` if the service is to blame for this response.
-fn is_failure<R>(response: &Response<R>) -> bool {
-    response.status().is_server_error() || is_grpc_failure(response.headers())
-}
 
 /// Returns `true` for the gRPC status of a failure of the service: `UNKNOWN`,
 /// `DEADLINE_EXCEEDED`, `RESOURCE_EXHAUSTED`, `UNIMPLEMENTED`, `INTERNAL`, `UNAVAILABLE` or

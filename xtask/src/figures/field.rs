@@ -1,34 +1,16 @@
-//! Cases from public reports: each row of a table names a test, which must pass. By request alone,
-//! benches that look for what drifts with time.
+//! Cases from public reports: each row of a table names a test, which must pass.
 //!
 //! Several tests may print the same figure, also by the name of a case: the worst value counts.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::table::{Bound, GOALS};
-use super::{Figure, count, figure, full, judge, lines, printed};
+use super::{Figure, count, figure, lines};
 use crate::run::cargo;
 use crate::tree::{Faults, Package, Tree, root};
 
 /// The rows, in columns that are separated by tabs.
 const TABLE: &str = "tests/field/cases.tsv";
-
-/// Figures that take more than half a minute each, which are measured by request alone: the bench
-/// and its arguments, and the name under which it prints the figure.
-const LONG: &[(&str, &str, &str, &str)] = &[
-    ("field.soak.drift", "series", "dashboards -- --soak 20m", "soak.drift"),
-    (
-        "field.virtual_days",
-        "days",
-        "controller -- --seeds 0 --advice 0 --days 90",
-        "controller.days.held",
-    ),
-];
-
-/// The number of figures that missed their goal in benches that once held them.
-const FELL: &str = "field.fell";
-/// The number of rows whose test did not pass.
-const ROWS_WRONG: &str = "field.rows_wrong";
 
 /// The value and the unit of each figure.
 type Values = BTreeMap<&'static str, (f64, String)>;
@@ -85,44 +67,8 @@ fn folder<'a>(packages: &'a [Package], name: &str) -> Option<&'a str> {
     packages.iter().find(|package| package.crate_name == name).map(|found| found.folder.as_str())
 }
 
-/// Measures these figures, or all but the long ones.
-pub(super) fn run(only: &[String]) -> Result<(), String> {
-    let only: Vec<_> = only.iter().map(|name| full("field", name)).collect();
-    let is_long = |name: &str| LONG.iter().any(|(long, ..)| *long == name);
-    let mut chosen: Vec<_> = GOALS.iter().map(|(name, _)| *name).collect();
-    chosen.retain(|name| name.starts_with("field."));
-    if let Some(unknown) = only.iter().find(|one| !chosen.contains(&one.as_str())) {
-        return Err(format!("unknown figure {unknown:?}: expected one of {}", chosen.join(" ")));
-    }
-    chosen.retain(|name| {
-        if only.is_empty() { !is_long(name) } else { only.iter().any(|one| one == name) }
-    });
-    let mut values = Values::new();
-    if chosen.contains(&FELL) {
-        values.insert(FELL, (fell()?, "figures".to_owned()));
-    }
-    for (name, unit, bench, theirs) in LONG.iter().filter(|(name, ..)| chosen.contains(name)) {
-        let (text, _) = cargo("bench --locked --bench").words(bench).shown()?;
-        values.insert(name, (printed(&text, theirs)?, (*unit).to_owned()));
-    }
-    if chosen.iter().any(|name| *name != FELL && !is_long(name)) {
-        run_rows(&mut values, |_| true)?;
-    }
-    let mut failed = Vec::new();
-    for name in chosen {
-        match values.get(name) {
-            Some((value, unit)) => {
-                println!("figure {name} {value} {unit}");
-                failed.extend((!judge(name, *value)).then(|| format!("{name} misses its goal")));
-            }
-            None => failed.push(format!("{name} was not printed")),
-        }
-    }
-    if failed.is_empty() { Ok(()) } else { Err(failed.join("; ")) }
-}
-
-/// Returns the number of counted goals that the benches miss.
-fn fell() -> Result<f64, String> {
+/// Counts the goals that two benches miss, which once held them.
+pub(super) fn measure_fell() -> Result<Vec<Figure>, String> {
     let mut all = 0;
     for name in ["time", "replay"] {
         let (text, is_held) = cargo("bench --locked --bench").words(name).shown()?;
@@ -132,7 +78,17 @@ fn fell() -> Result<f64, String> {
         }
         all += missed;
     }
-    Ok(count(all))
+    Ok(vec![figure("fell", count(all), "figures")])
+}
+
+/// Counts the rows whose test did not pass, with the figures that tests print.
+pub(super) fn measure_rows() -> Result<Vec<Figure>, String> {
+    let mut values = Values::new();
+    run_rows(&mut values, |_| true)?;
+    let of = |(name, (value, unit)): (&'static str, (f64, String))| {
+        figure(name.trim_start_matches("field."), value, unit.leak())
+    };
+    Ok(values.into_iter().map(of).collect())
 }
 
 /// Counts the cases of services of which a row is wrong, or that have none.
@@ -183,7 +139,7 @@ fn run_rows(
         }
         add(values, &text)?;
     }
-    values.insert(ROWS_WRONG, (count(wrong), "rows".to_owned()));
+    values.insert("rows_wrong", (count(wrong), "rows".to_owned()));
     Ok(cases)
 }
 

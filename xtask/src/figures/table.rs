@@ -24,6 +24,8 @@ pub(super) struct Row {
     pub(super) source: Source,
     /// Names that a program prints, and the names here.
     pub(super) renamed: &'static [(&'static str, &'static str)],
+    /// It takes long, and is measured by request alone.
+    pub(super) is_long: bool,
 }
 
 /// A goal.
@@ -34,12 +36,15 @@ pub(super) enum Bound {
 }
 
 const fn row(subject: &'static str, figures: &'static str, source: Source) -> Row {
-    Row { subject, figures, source, renamed: &[] }
+    Row { subject, figures, source, renamed: &[], is_long: false }
 }
 
-const fn renamed(mut row: Row, renamed: &'static [(&'static str, &'static str)]) -> Row {
-    row.renamed = renamed;
-    row
+const fn renamed(row: Row, renamed: &'static [(&'static str, &'static str)]) -> Row {
+    Row { renamed, ..row }
+}
+
+const fn long(row: Row) -> Row {
+    Row { is_long: true, ..row }
 }
 
 /// The subjects, and what each is about.
@@ -64,7 +69,7 @@ pub(super) const SUBJECTS: &[(&str, &str)] = &[
 
 use Source::{Bench, Cargo, Own, Script};
 
-/// What measures the figures of each subject; `counted` and `field` have modules of their own.
+/// What measures the figures of each subject; `counted` has a module of its own.
 pub(super) const ROWS: &[Row] = &[
     row("house", "house.", Own(house::measure)),
     row(
@@ -186,6 +191,22 @@ pub(super) const ROWS: &[Row] = &[
         "fleet.saturation.",
         Cargo("test --locked -p lowtide --test memory memory_saturation -- --nocapture"),
     ),
+    row("field", "field.fell", Own(field::measure_fell)),
+    row(
+        "field",
+        "field.rows_wrong field.unreleasable. field.limits. field.overcommit. field.device. \
+         field.pattern. field.stream. field.exit. field.lost. field.double. field.bodiless. \
+         field.stall.",
+        Own(field::measure_rows),
+    ),
+    long(renamed(
+        row("field", "field.soak.drift", Bench("dashboards -- --soak 20m")),
+        &[("soak.drift", "field.soak.drift")],
+    )),
+    long(renamed(
+        row("field", "field.virtual_days", Bench("controller -- --seeds 0 --advice 0 --days 90")),
+        &[("controller.days.held", "field.virtual_days")],
+    )),
 ];
 
 use Bound::{Least, Most};

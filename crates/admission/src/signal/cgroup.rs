@@ -332,7 +332,7 @@ impl Cgroup {
         for (depth, group) in self.levels.iter().enumerate() {
             if depth == 0 {
                 events.own = group.events.counts();
-            } else if group.has_limit() {
+            } else if [&group.max, &group.high].iter().any(|file| file.read().0 != u64::MAX) {
                 events.above = events.above.with(group.events.counts());
             }
         }
@@ -382,10 +382,6 @@ impl CgroupLevel {
                 self.others_last.load(Ordering::Relaxed)
             }
         }
-    }
-
-    fn has_limit(&self) -> bool {
-        [&self.max, &self.high].iter().any(|file| file.read().0 != u64::MAX)
     }
 }
 
