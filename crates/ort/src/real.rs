@@ -19,7 +19,7 @@ use tempfile::TempDir;
 use test_fork::test;
 
 use super::session::{ENV_ALLOCATORS, PATTERN, SPINNING, SessionSettings};
-use super::verify::model::{self, WIDTH};
+use super::verify::{WIDTH, model};
 use super::*;
 
 /// Of the small model, for ones: three products over [`WIDTH`] columns, plus 1.
