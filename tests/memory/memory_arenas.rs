@@ -2,12 +2,12 @@
 //! rules and faults that concerns configuration is a claim here.
 #![cfg(target_os = "linux")]
 
-use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Duration;
 
-use lowtide::config::arena::{ArenaKey, ArenaOptions, ArenaSource};
+use lowtide::config::arena::{ArenaKey, ArenaOptions, ArenaResolution, ArenaSource};
 use lowtide::config::{DeviceChoice, Fault};
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::Backend;
@@ -41,6 +41,11 @@ fn limit(mib: u64) -> ArenaOptions {
     options(&[("arena.max_mem", &limit), ("arena.extend_strategy", "1")])
 }
 
+fn options_of(memory: &Memory, slot: &Slot) -> Option<Arc<ArenaResolution>> {
+    let slots = memory.devices().arena_slots();
+    slots.into_iter().find(|of| of.slot == *slot)?.resolution
+}
+
 fn figures(memory: &Memory, slot: &Slot) -> SlotSnapshot {
     let slots = memory.devices().arena_slots();
     slots.into_iter().find(|found| found.slot == *slot).expect("the slot has an arena")
@@ -48,7 +53,7 @@ fn figures(memory: &Memory, slot: &Slot) -> SlotSnapshot {
 
 /// The limit in force and who gave it.
 fn limit_of(memory: &Memory) -> (ByteSize, ArenaSource) {
-    let resolution = memory.devices().arena_options(&slot()).expect("an arena");
+    let resolution = options_of(&memory, &slot()).expect("an arena");
     (resolution.limit(), resolution.get(ArenaKey::Limit).source)
 }
 
@@ -72,10 +77,7 @@ fn the_page_of_options_gives_each_keys_default() {
 #[test]
 fn without_options_a_shared_arena_has_onnx_runtimes_defaults() {
     let memory = start();
-    assert!(
-        memory.devices().arena_options(&slot()).is_none()
-            && memory.devices().arena_slots().is_empty()
-    );
+    assert!(options_of(&memory, &slot()).is_none() && memory.devices().arena_slots().is_empty());
     let report = memory.devices().share_arena(&slot(), &ArenaOptions::new()).expect("shared");
     assert!(report.opened && report.conflicts.is_empty());
     for effective in report.resolution.values() {
@@ -90,21 +92,21 @@ fn without_options_a_shared_arena_has_onnx_runtimes_defaults() {
 fn a_session_counts_where_no_arena_is_and_the_last_to_leave_makes_room_for_the_next() {
     let memory = start();
     let first = memory.devices().use_arena(&slot(), &limit(8)).expect("opened");
-    assert!(first.opened() && first.conflicts().is_empty());
+    assert!(first.report.opened && first.report.conflicts.is_empty());
     assert_eq!(limit_of(&memory), (ByteSize::mib(8), ArenaSource::Session));
     // The second finds the first's arena; what it wants otherwise is said.
     let second = memory.devices().use_arena(&slot(), &limit(16)).expect("joined");
-    let [conflict] = second.conflicts() else { panic!("{:?}", second.conflicts()) };
+    let [conflict] = &second.report.conflicts[..] else { panic!("{:?}", second.report.conflicts) };
     assert_eq!((conflict.key, conflict.reason), (ArenaKey::Limit, "the arena is already open"));
     assert_eq!(conflict.effective.source, ArenaSource::Session);
-    assert!(!second.opened());
+    assert!(!second.report.opened);
     assert_eq!(figures(&memory, &slot()).users, 2);
     drop(first);
     assert_eq!(limit_of(&memory).0, ByteSize::mib(8), "one still uses it");
     drop(second);
-    assert!(memory.devices().arena_options(&slot()).is_none(), "nobody does");
+    assert!(options_of(&memory, &slot()).is_none(), "nobody does");
     let third = memory.devices().use_arena(&slot(), &limit(16)).expect("opened");
-    assert!(third.opened() && third.conflicts().is_empty());
+    assert!(third.report.opened && third.report.conflicts.is_empty());
     assert_eq!(limit_of(&memory), (ByteSize::mib(16), ArenaSource::Session));
     drop(third);
     assert!(memory.shutdown_blocking(SOON).is_clean());
@@ -115,7 +117,9 @@ fn a_shared_arena_keeps_sessions_options_out_and_says_so() {
     let memory = start();
     memory.devices().share_arena(&slot(), &limit(8)).expect("shared");
     let session = memory.devices().use_arena(&slot(), &limit(4)).expect("joined");
-    let [conflict] = session.conflicts() else { panic!("{:?}", session.conflicts()) };
+    let [conflict] = &session.report.conflicts[..] else {
+        panic!("{:?}", session.report.conflicts)
+    };
     assert_eq!(
         (conflict.wanted_by, conflict.reason),
         (ArenaSource::Session, "there is a shared arena")
@@ -125,14 +129,20 @@ fn a_shared_arena_keeps_sessions_options_out_and_says_so() {
     // Options that agree, and none at all, are no conflict.
     for agreeing in [limit(8), ArenaOptions::new()] {
         assert!(
-            memory.devices().use_arena(&slot(), &agreeing).expect("joined").conflicts().is_empty()
+            memory
+                .devices()
+                .use_arena(&slot(), &agreeing)
+                .expect("joined")
+                .report
+                .conflicts
+                .is_empty()
         );
     }
     // It outlives its users, and ends once.
     drop(session);
     assert_eq!(limit_of(&memory), (ByteSize::mib(8), ArenaSource::Shared));
     memory.devices().unshare_arena(&slot()).expect("was shared");
-    assert!(memory.devices().arena_options(&slot()).is_none());
+    assert!(options_of(&memory, &slot()).is_none());
     let again = memory.devices().unshare_arena(&slot());
     assert_eq!(again, Err(MemoryError::NotShared { slot: slot() }));
     assert!(memory.shutdown_blocking(SOON).is_clean());
@@ -187,11 +197,13 @@ fn device_and_pinned_arenas_are_configured_apart() {
     let pinned = Slot::pinned(NAME, 0);
     memory.devices().share_arena(&slot(), &limit(8)).expect("shared");
     memory.devices().share_arena(&pinned, &limit(4)).expect("shared");
-    let resolution = memory.devices().arena_options(&pinned).expect("resolved");
+    let resolution = options_of(&memory, &pinned).expect("resolved");
     assert_eq!(resolution.limit(), ByteSize::mib(4));
     let session = memory.devices().use_arena(&pinned, &limit(8)).expect("joined");
-    assert_eq!(session.conflicts().len(), 1, "the pinned arena's options differ from these");
-    assert!(memory.devices().use_arena(&slot(), &limit(8)).expect("joined").conflicts().is_empty());
+    assert_eq!(session.report.conflicts.len(), 1, "the pinned arena's options differ from these");
+    assert!(
+        memory.devices().use_arena(&slot(), &limit(8)).expect("joined").report.conflicts.is_empty()
+    );
     memory.devices().replace_arena(&pinned, &limit(2)).expect("replaced");
     assert_eq!(session.resolution().limit(), ByteSize::mib(2));
     assert_eq!(limit_of(&memory), (ByteSize::mib(8), ArenaSource::Shared), "untouched");
@@ -441,8 +453,8 @@ fn first_sessions_at_the_same_time_get_one_arena() {
         let opened =
             |nth| memory.devices().use_arena(&slot(), &limit(2 * nth)).expect("opened or joined");
         let uses = at_once(opened);
-        assert_eq!(uses.iter().filter(|one| one.opened()).count(), 1);
-        assert_eq!(uses.iter().filter(|one| one.conflicts().len() == 1).count(), 3);
+        assert_eq!(uses.iter().filter(|one| one.report.opened).count(), 1);
+        assert_eq!(uses.iter().filter(|one| one.report.conflicts.len() == 1).count(), 3);
         assert_eq!(figures(&memory, &slot()).users, 4);
         assert_eq!(memory.snapshot().devices.arenas.len(), 1);
         drop(uses);

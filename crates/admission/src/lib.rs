@@ -89,7 +89,7 @@ pub use managed::{
 };
 pub use permit::Permit;
 pub use pressure::{Level, Thresholds};
-pub use reclaim::Reclaim;
+pub use reclaim::ReclaimStep;
 pub use reclaimer::{Reclaimable, Reclaimer, ReclaimerStats};
 pub use signal::{
     Cpus, EventCounts, Limit, LimitBound, LimitSource, Mappings, MemoryEvents, Psi, Resident,

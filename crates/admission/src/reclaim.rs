@@ -1,8 +1,8 @@
 //! The reclaim steps: who releases memory under pressure, in which order, and how often.
 //!
 //! Deciding ([`ReclaimPolicy::due`]) and doing ([`ReclaimStep::run`]) are separate. The control
-//! loop decides and never waits; the worker runs the steps. A reclaimer is known only by its trait:
-//! the budget that it relieves, its cost, and the level from which it runs.
+//! loop decides and never waits; the worker runs the steps. Of a step only its place in the order,
+//! the budget that it relieves, and the level from which it runs are known.
 //!
 //! Invariant: `start - end of the previous run >= pause`. The pause is [`PAUSE_MIN`] after a
 //! successful run. After a run that recovered less than a twentieth of the requested bytes it
@@ -24,27 +24,6 @@ pub(crate) const PAUSE_MIN: Duration = Duration::from_millis(100);
 pub(crate) const PAUSE_MAX: Duration = Duration::from_secs(10);
 /// A run that recovers less than one part in this many of the requested bytes is ineffective.
 const LITTLE: u64 = 20;
-
-/// Something that can release memory on request.
-pub trait Reclaim: Send + Sync {
-    /// Returns its name, for events and metrics.
-    fn name(&self) -> &str;
-
-    /// Returns the budget that it relieves.
-    fn relieves(&self) -> Budget;
-
-    /// Returns its rank: lower is cheaper and runs earlier.
-    fn cost_rank(&self) -> u8;
-
-    /// Returns the level from which it runs.
-    fn starts_at(&self) -> Level {
-        Level::Elevated
-    }
-
-    /// Releases memory, up to these bytes, and returns the bytes that it released of its budget.
-    /// Runs on the worker. It may take long, but must not wait for requests.
-    fn reclaim(&self, bytes: ByteSize) -> ByteSize;
-}
 
 /// A rate limit that backs off after ineffective runs.
 #[derive(Debug, Default)]
@@ -112,22 +91,45 @@ impl ReclaimBackoff {
     }
 }
 
-/// A reclaimer and its rate limit.
-pub(crate) struct ReclaimStep {
-    pub(crate) reclaimer: Arc<dyn Reclaim>,
+/// A function that releases memory under pressure, and its rate limit.
+pub struct ReclaimStep {
+    /// The budget that it relieves.
+    pub(crate) relieves: Budget,
+    /// The level from which it runs.
+    pub(crate) starts_at: Level,
+    release: Box<dyn Fn(ByteSize) -> ByteSize + Send + Sync>,
     pub(crate) pace: ReclaimBackoff,
 }
 
+debug_as!(ReclaimStep, |step| relieves: step.relieves, starts_at: step.starts_at);
+
 impl ReclaimStep {
-    /// Runs a started step on the calling thread, to release these bytes. A reclaimer that panics
+    /// Creates the step of a function that releases memory, up to these bytes, and returns the
+    /// bytes that it released of this budget. It runs on the worker. It may take long, but must not
+    /// wait for requests.
+    #[must_use]
+    pub fn new(
+        relieves: Budget,
+        starts_at: Level,
+        release: impl Fn(ByteSize) -> ByteSize + Send + Sync + 'static,
+    ) -> Self {
+        Self { relieves, starts_at, release: Box::new(release), pace: ReclaimBackoff::default() }
+    }
+
+    /// Calls the function, on this thread and without a pause.
+    pub fn reclaim(&self, bytes: ByteSize) -> ByteSize {
+        (self.release)(bytes)
+    }
+
+    /// Runs a started step on the calling thread, to release these bytes. A function that panics
     /// counts as having released nothing. `finished` reads the time afterwards.
     pub(crate) fn run(&self, bytes: ByteSize, finished: impl FnOnce() -> Moment) {
-        let released = caught(|| self.reclaimer.reclaim(bytes)).unwrap_or_default();
+        let released = caught(|| self.reclaim(bytes)).unwrap_or_default();
         self.pace.finish(bytes, released, finished());
     }
 }
 
-/// Reclaimers in the order of their cost. Cheap to clone; all clones share one state.
+/// Steps, the cheapest first. Cheap to clone; all clones share one state.
 #[derive(Clone)]
 pub(crate) struct ReclaimPolicy {
     steps: Arc<[ReclaimStep]>,
@@ -137,16 +139,12 @@ impl ReclaimPolicy {
     /// The largest number of steps.
     pub(crate) const STEPS_MAX: usize = 32;
 
-    /// Orders reclaimers by cost; equal ones keep their order.
-    ///
     /// # Panics
     /// If there are more than [`ReclaimPolicy::STEPS_MAX`].
-    pub(crate) fn new(mut reclaimers: Vec<Arc<dyn Reclaim>>) -> Self {
-        let (count, most) = (reclaimers.len(), Self::STEPS_MAX);
+    pub(crate) fn new(steps: Vec<ReclaimStep>) -> Self {
+        let (count, most) = (steps.len(), Self::STEPS_MAX);
         assert!(count <= most, "{count} reclaim steps, expected at most {most}");
-        reclaimers.sort_by_key(|reclaimer| reclaimer.cost_rank());
-        let step = |reclaimer| ReclaimStep { reclaimer, pace: ReclaimBackoff::default() };
-        Self { steps: reclaimers.into_iter().map(step).collect() }
+        Self { steps: steps.into() }
     }
 
     /// Returns a step that [`ReclaimPolicy::due`] returned.
@@ -160,9 +158,7 @@ impl ReclaimPolicy {
         if level < Level::Elevated {
             return None;
         }
-        let asked = |step: &ReclaimStep| {
-            step.reclaimer.relieves() == budget && level >= step.reclaimer.starts_at()
-        };
+        let asked = |step: &ReclaimStep| step.relieves == budget && level >= step.starts_at;
         for (at, step) in self.steps.iter().enumerate().filter(|(_, step)| asked(step)) {
             match step.pace.next() {
                 Moment::NEVER => return None,
@@ -207,39 +203,13 @@ mod tests {
 
     use super::*;
 
-    struct Fake {
-        name: &'static str,
-        rank: u8,
-        budget: Budget,
-        from: Level,
-        gives: AtomicU64,
-    }
-
-    impl Fake {
-        fn new(name: &'static str, rank: u8, budget: Budget, from: Level) -> Arc<Self> {
-            Arc::new(Self { name, rank, budget, from, gives: AtomicU64::new(100) })
-        }
-    }
-
-    impl Reclaim for Fake {
-        fn name(&self) -> &str {
-            self.name
-        }
-        fn relieves(&self) -> Budget {
-            self.budget
-        }
-        fn cost_rank(&self) -> u8 {
-            self.rank
-        }
-        fn starts_at(&self) -> Level {
-            self.from
-        }
-        fn reclaim(&self, _: ByteSize) -> ByteSize {
-            match self.gives.load(Ordering::Relaxed) {
-                u64::MAX => panic!("a reclaimer panics"),
-                bytes => ByteSize::new(bytes),
-            }
-        }
+    /// A step that releases so many bytes, and panics if they are `u64::MAX`.
+    fn step(budget: Budget, from: Level, gives: &Arc<AtomicU64>) -> ReclaimStep {
+        let gives = Arc::clone(gives);
+        ReclaimStep::new(budget, from, move |_| match gives.load(Ordering::Relaxed) {
+            u64::MAX => panic!("a reclaimer panics"),
+            bytes => ByteSize::new(bytes),
+        })
     }
 
     fn at(millis: u64) -> Moment {
@@ -250,33 +220,30 @@ mod tests {
 
     #[test]
     fn the_cheapest_step_of_the_budget_and_level_is_due_first() {
+        let gives = Arc::new(AtomicU64::new(100));
         let policy = ReclaimPolicy::new(vec![
-            Fake::new("sleep", 20, Budget::Device, Level::High),
-            Fake::new("unload", 10, Budget::Host, Level::High),
-            Fake::new("purge", 0, Budget::Host, Level::Elevated),
+            step(Budget::Host, Level::Elevated, &gives),
+            step(Budget::Host, Level::High, &gives),
+            step(Budget::Device, Level::High, &gives),
         ]);
-        let name = |budget, level| {
-            let step = policy.due(budget, level, at(0))?;
-            policy.step(step).map(|step| step.reclaimer.name().to_owned())
-        };
-        assert_eq!(name(Budget::Host, Level::None), None);
-        assert_eq!(name(Budget::Host, Level::Critical).as_deref(), Some("purge"));
-        assert_eq!(name(Budget::Device, Level::Elevated), None);
-        assert_eq!(name(Budget::Device, Level::High).as_deref(), Some("sleep"));
+        let due = |budget, level| policy.due(budget, level, at(0));
+        assert_eq!(due(Budget::Host, Level::None), None);
+        assert_eq!(due(Budget::Host, Level::Critical), Some(0));
+        assert_eq!(due(Budget::Device, Level::Elevated), None);
+        assert_eq!(due(Budget::Device, Level::High), Some(2));
         // While the cheap one runs none is due; while it pauses the next one is.
         assert!(policy.steps[0].pace.start(at(0)));
-        assert_eq!(name(Budget::Host, Level::High), None);
+        assert_eq!(due(Budget::Host, Level::High), None);
         policy.steps[0].run(ASKED, || at(0));
-        assert_eq!(name(Budget::Host, Level::High).as_deref(), Some("unload"));
-        assert_eq!(name(Budget::Host, Level::Elevated), None);
+        assert_eq!(due(Budget::Host, Level::High), Some(1));
+        assert_eq!(due(Budget::Host, Level::Elevated), None);
     }
 
     #[test]
     fn a_step_backs_off_while_it_recovers_little_and_comes_back_when_it_does() {
-        let fake = Fake::new("purge", 0, Budget::Host, Level::Elevated);
-        let policy = ReclaimPolicy::new(vec![Arc::clone(&fake) as Arc<dyn Reclaim>]);
+        let gives = Arc::new(AtomicU64::new(4));
+        let policy = ReclaimPolicy::new(vec![step(Budget::Host, Level::Elevated, &gives)]);
         let mut starts = Vec::new();
-        fake.gives.store(4, Ordering::Relaxed);
         for tick in 0..6000 {
             let now = at(tick * 10);
             if policy.due(Budget::Host, Level::Elevated, now) == Some(0) {
@@ -289,7 +256,7 @@ mod tests {
         let pauses: Vec<_> = starts.windows(2).map(|pair| pair[1] - pair[0]).collect();
         assert_eq!(pauses[..7], [200, 400, 800, 1600, 3200, 6400, 10_000]);
         assert!(pauses.iter().skip(6).all(|&pause| pause == 10_000));
-        fake.gives.store(5, Ordering::Relaxed);
+        gives.store(5, Ordering::Relaxed);
         let now = at(100_000);
         assert!(policy.steps[0].pace.start(now));
         policy.steps[0].run(ASKED, || now);
@@ -298,9 +265,8 @@ mod tests {
 
     #[test]
     fn a_reclaimer_that_panics_recovers_nothing_and_stays_in_the_policy() {
-        let fake = Fake::new("bad", 0, Budget::Host, Level::Elevated);
-        fake.gives.store(u64::MAX, Ordering::Relaxed);
-        let policy = ReclaimPolicy::new(vec![fake as Arc<dyn Reclaim>]);
+        let gives = Arc::new(AtomicU64::new(u64::MAX));
+        let policy = ReclaimPolicy::new(vec![step(Budget::Host, Level::Elevated, &gives)]);
         assert!(policy.steps[0].pace.start(at(0)));
         policy.steps[0].run(ASKED, || at(5));
         assert_eq!(policy.due(Budget::Host, Level::Elevated, at(204)), None);
@@ -310,7 +276,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "33 reclaim steps, expected at most 32")]
     fn a_policy_has_a_bounded_number_of_steps() {
-        let step = || Fake::new("x", 0, Budget::Host, Level::High) as Arc<dyn Reclaim>;
+        let step = || step(Budget::Host, Level::High, &Arc::default());
         assert_eq!(ReclaimPolicy::new(Vec::new()).due(Budget::Host, Level::Critical, at(0)), None);
         let _ = ReclaimPolicy::new((0..ReclaimPolicy::STEPS_MAX).map(|_| step()).collect());
         let _ = ReclaimPolicy::new((0..=ReclaimPolicy::STEPS_MAX).map(|_| step()).collect());

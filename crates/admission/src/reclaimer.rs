@@ -26,7 +26,6 @@ use lowtide_core::sync::{Mutex, caught, lock};
 use super::cost::Cost;
 use super::eviction::{Claimable, EvictionClaim, Idle};
 use super::managed::ResourceError;
-use super::permit::Permit;
 use super::reclaim::{ReclaimBackoff, elsewhere};
 use super::state::AdmissionState;
 
@@ -269,17 +268,17 @@ impl Registered {
         })
     }
 
-    fn begin(self: &Arc<Self>, wanted: ByteSize) -> Option<ReclaimCall> {
+    fn begin(self: &Arc<Self>) -> Option<ReclaimCall> {
         let may_ask = !self.is_removed.load(Ordering::Acquire) && self.pace.start(self.clock.now());
-        may_ask.then(|| ReclaimCall { registered: Arc::clone(self), wanted, is_over: false })
+        may_ask.then(|| ReclaimCall { registered: Arc::clone(self), is_over: false })
     }
 
     /// Asks for these bytes on a new thread, and returns those that it released. Waits for at most
     /// [`ANSWER_MAX`]; a call that takes longer continues.
     pub(super) fn ask_elsewhere(self: &Arc<Self>, wanted: ByteSize) -> ByteSize {
-        let Some(asked) = self.begin(wanted) else { return ByteSize::ZERO };
+        let Some(asked) = self.begin() else { return ByteSize::ZERO };
         let released = elsewhere(&*self.clock, ANSWER_MAX, move || {
-            let wanted = asked.wanted.min(asked.registered.releasable());
+            let wanted = wanted.min(asked.registered.releasable());
             if wanted.is_zero() { wanted } else { asked.run(wanted) }
         });
         released.unwrap_or_default()
@@ -300,15 +299,19 @@ impl Registered {
 }
 
 impl Claimable for Registered {
-    fn claim(self: Arc<Self>, bytes: ByteSize) -> Option<Box<dyn EvictionClaim>> {
-        Some(Box::new(self.begin(bytes)?))
+    fn claim(self: Arc<Self>, bytes: ByteSize) -> Option<EvictionClaim> {
+        let call = self.begin()?;
+        let unload = move |_: &Arc<str>| {
+            call.run(bytes);
+            None
+        };
+        Some((Cost::host(bytes), Box::new(unload)))
     }
 }
 
 /// A reclaimer that is being asked. Dropping it before its run ends that.
 struct ReclaimCall {
     registered: Arc<Registered>,
-    wanted: ByteSize,
     is_over: bool,
 }
 
@@ -330,18 +333,6 @@ impl ReclaimCall {
         drop(stats);
         registered.pace.finish(wanted, released, now);
         released
-    }
-}
-
-impl EvictionClaim for ReclaimCall {
-    fn cost(&self) -> Cost {
-        Cost::host(self.wanted)
-    }
-
-    fn unload(self: Box<Self>, _: &Arc<str>) -> Option<Permit> {
-        let wanted = self.wanted;
-        self.run(wanted);
-        None
     }
 }
 

@@ -19,7 +19,7 @@ use tempfile::TempDir;
 use test_fork::test;
 
 use super::session::{ENV_ALLOCATORS, PATTERN, SPINNING, SessionSettings};
-use super::verify::model::{self, WIDTH};
+use super::verify::{WIDTH, model};
 use super::*;
 
 /// Of the small model, for ones: three products over [`WIDTH`] columns, plus 1.
@@ -225,7 +225,7 @@ fn a_shared_arena_rules_over_session_keys_and_can_be_replaced_and_shrunk() {
     let key = ("ep.cpuexecutionprovider.arena.max_mem", "1048576");
     let options = ArenaOptions::of_session("CPUExecutionProvider", [key]).unwrap();
     let used = memory.devices().use_arena(&slot, &options).unwrap();
-    assert_eq!(used.conflicts().len(), 1, "{used:?}");
+    assert_eq!(used.report.conflicts.len(), 1, "{used:?}");
     let runtime = Runtime::open_in(&memory, &library, RunArena::Slot(used)).unwrap();
 
     let (_folder, model) = small_model();

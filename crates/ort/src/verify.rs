@@ -7,6 +7,7 @@
 //!
 //! Invariant: a setting that is not observed to be in force is an error.
 
+#[cfg(test)]
 pub(crate) mod model;
 
 use std::thread::park_timeout;
@@ -23,6 +24,11 @@ use super::session::{
     ENV_ALLOCATORS, INTRA_THREADS, PATTERN, PoolThreads, SPINNING, SessionSettings,
 };
 
+/// `out = in x a x b x a + c`, for any number of rows of [`WIDTH`] ones, with weights of ones: each
+/// product needs a block, as long as no pattern joins them. The tests' `model` writes it.
+pub(crate) const MODEL: &[u8] = include_bytes!("verify/model.onnx");
+/// Columns of the input and the output.
+pub(crate) const WIDTH: usize = 64;
 /// Rows of the input.
 const ROWS: usize = 64;
 /// The threads are watched after the runs until they sleep, at most this many times, for half a
@@ -70,12 +76,12 @@ pub(crate) fn try_out(
     let threads = PoolThreads::of("check");
     let builder = settings.apply(Session::builder(environment).map_err(failed)?)?;
     let mut builder = builder.with_thread_manager(threads.clone()).map_err(of_builder)?;
-    let mut session = builder.commit_from_memory(&model::encoded()).map_err(failed)?;
-    let input = vec![1.0_f32; ROWS * model::WIDTH];
+    let mut session = builder.commit_from_memory(MODEL).map_err(failed)?;
+    let input = vec![1.0_f32; ROWS * WIDTH];
     let mut allocs = [0; 2];
     for allocs in &mut allocs {
         let before = stats();
-        let view = TensorRef::from_array_view(([ROWS, model::WIDTH], &*input)).map_err(failed)?;
+        let view = TensorRef::from_array_view(([ROWS, WIDTH], &*input)).map_err(failed)?;
         let outputs = session.run(ort::inputs![view]).map_err(failed)?;
         *allocs = stats().allocs - before.allocs;
         drop(outputs);

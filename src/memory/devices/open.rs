@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::bytes::ByteSize;
-use crate::config::arena::{ArenaOptions, ArenaResolution, ShrinkTarget};
+use crate::config::arena::{ArenaOptions, ShrinkTarget};
 use crate::device::driver::Backend;
 use crate::device::{
     ArenaConfig, DeviceArena, DeviceError, HostBudget, PinnedConfig, PinnedKind, PinnedPool,
@@ -336,7 +336,7 @@ impl MemoryDevices<'_> {
     /// let session = [("ep.cudaep.arena.max_mem", "33554432")];
     /// let session = ArenaOptions::of_session("CudaEp", session)?;
     /// let arena = memory.devices().use_arena(&slot, &session)?;
-    /// assert_eq!(arena.conflicts().len(), 1); // the shared arena's limit is in force
+    /// assert_eq!(arena.report.conflicts.len(), 1); // the shared arena's limit is in force
     /// assert_eq!(arena.resolution().get(ArenaKey::Limit).source, ArenaSource::Shared);
     ///
     /// let mut buffer = arena.alloc::<f32>(1024, Region::Dynamic)?;
@@ -376,7 +376,7 @@ impl MemoryDevices<'_> {
     }
 
     /// Returns a counted use of a slot's arena. Opens an arena with the session's options if there
-    /// is none; otherwise the options that differ are [`ArenaUse::conflicts`]. Waits while another
+    /// is none; otherwise the options that differ are in its [report](ArenaUse::report). Waits while another
     /// thread opens or replaces the slot's arena.
     ///
     /// # Errors
@@ -423,15 +423,6 @@ impl MemoryDevices<'_> {
             "arena replaced"
         );
         Ok(report)
-    }
-
-    /// Returns the options in force for a slot's arena; `None` without one, and in a forked child.
-    #[must_use]
-    pub fn arena_options(&self, slot: &Slot) -> Option<Arc<ArenaResolution>> {
-        let shared = self.shared();
-        shared.check_here().ok()?;
-        let place = lock(&shared.devices.slots).get(slot).cloned();
-        place?.resolution()
     }
 
     /// Returns the slots that have a serving or a draining arena. Empty in a forked child.

@@ -22,7 +22,7 @@ use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
 use crate::memory::snapshot::BudgetSnapshot;
 use crate::sync::lock;
-use lowtide_admission::{Admission, Budget, Level, Reclaim, Thresholds};
+use lowtide_admission::{Admission, Budget, Level, ReclaimStep, Thresholds};
 
 use super::arenas::{ManagedArena, is_loss};
 use super::device::{CountedIn, Device};
@@ -175,7 +175,7 @@ impl Devices {
         admission: &Admission,
         joined: &Arc<OnceLock<Arc<Shared>>>,
         diagnostics: &mut Vec<Diagnostic>,
-    ) -> (Vec<Arc<dyn Reclaim>>, bool) {
+    ) -> (Vec<ReclaimStep>, bool) {
         if !self.has_own_memory() {
             admission.state().unify();
         }
@@ -185,40 +185,15 @@ impl Devices {
             diagnostics.push(Diagnostic::info("device", text.to_owned()));
         }
         let own = if self.has_own_memory() { Budget::Device } else { Budget::Host };
-        let step = |name, relieves, release| -> Arc<dyn Reclaim> {
-            Arc::new(ArenaStep { name, relieves, release, shared: Arc::clone(joined) })
+        let step = |relieves, release: fn(&Shared) -> ByteSize| {
+            let shared = Arc::clone(joined);
+            let release = move |_| shared.get().map_or(ByteSize::ZERO, |shared| release(shared));
+            ReclaimStep::new(relieves, Level::Elevated, release)
         };
-        let steps = vec![
-            step("host memory for sleeping arenas", Budget::Host, Shared::release_stores),
-            step("idle device memory", own, Shared::purge_arenas),
-        ];
+        // Host memory for sleeping arenas, then idle memory of all.
+        let steps =
+            vec![step(Budget::Host, Shared::release_stores), step(own, Shared::purge_arenas)];
         (steps, self.list.iter().any(|device| device.counted == CountedIn::OnDevice))
-    }
-}
-
-/// Releases idle memory of arenas, or the host memory that they keep for their next sleep.
-struct ArenaStep {
-    name: &'static str,
-    relieves: Budget,
-    release: fn(&Shared) -> ByteSize,
-    shared: Arc<OnceLock<Arc<Shared>>>,
-}
-
-impl Reclaim for ArenaStep {
-    fn name(&self) -> &'static str {
-        self.name
-    }
-
-    fn relieves(&self) -> Budget {
-        self.relieves
-    }
-
-    fn cost_rank(&self) -> u8 {
-        0
-    }
-
-    fn reclaim(&self, _: ByteSize) -> ByteSize {
-        self.shared.get().map_or(ByteSize::ZERO, |shared| (self.release)(shared))
     }
 }
 

@@ -52,7 +52,8 @@ use super::values::Slot;
 #[must_use = "the arena is left when this is dropped"]
 pub struct ArenaUse {
     pub(super) place: Arc<ArenaSlot>,
-    pub(super) report: ArenaReport,
+    /// The options in force at the start of the use, and the session's that were not.
+    pub report: ArenaReport,
 }
 
 impl ArenaUse {
@@ -148,19 +149,6 @@ impl ArenaUse {
         let now = if self.place.birth.is_here() { self.place.resolution() } else { None };
         now.unwrap_or_else(|| Arc::clone(&self.report.resolution))
     }
-
-    /// Returns the session's options that were not in force at the start of the use, each with the
-    /// value in force.
-    #[must_use]
-    pub fn conflicts(&self) -> &[Conflict] {
-        &self.report.conflicts
-    }
-
-    /// Returns `true` if this use opened the arena, so that its options are in force.
-    #[must_use]
-    pub const fn opened(&self) -> bool {
-        self.report.opened
-    }
 }
 
 impl Drop for ArenaUse {
@@ -172,7 +160,7 @@ impl Drop for ArenaUse {
     }
 }
 
-lowtide_core::debug_as!(ArenaUse, |it| slot: it.slot(), conflicts: it.conflicts().len());
+lowtide_core::debug_as!(ArenaUse, |it| slot: it.slot(), conflicts: it.report.conflicts.len());
 
 /// The operation on a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -470,6 +458,6 @@ mod tests {
         assert_eq!(strategy.source, ArenaSource::Replacement, "{strategy:?}");
         let found = place.snapshot();
         assert_eq!((found.shared, found.users), (true, 0));
-        assert_eq!(devices.arena_options(&slot), Some(report.resolution));
+        assert_eq!(found.resolution, Some(report.resolution));
     }
 }

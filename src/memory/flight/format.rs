@@ -127,7 +127,7 @@ stored_as! {
         |it: Option<u64>| Some(it.map(ByteSize::new));
     Level: |it: &Self| it.as_u8(), |it| Some(Self::from_u8(it));
     RequestPhase: |it: &Self| *it as u8, |it: u8| Self::ALL.get(usize::from(it)).copied();
-    RunEnd: |it: &Self| *it as u8, Self::from_u8;
+    RunEnd: |it: &Self| *it as u8, |it: u8| Self::ALL.get(usize::from(it)).copied();
 }
 
 impl<const N: usize> Stored for [u8; N] {
@@ -262,28 +262,21 @@ stored! {
     }
 }
 
-/// The end of a run, as the run itself recorded it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(in crate::memory) enum RunEnd {
-    /// It had not ended.
-    #[default]
-    Running,
-    /// By `Memory::shutdown`.
-    ShutDown,
-    /// The same, because memory was exhausted and the policy is to exit.
-    Exhausted,
-    /// The last handle was dropped.
-    Dropped,
-    /// The last handle was dropped by a panic.
-    Panicked,
-}
-
-impl RunEnd {
-    pub(super) const ALL: [Self; 5] =
-        [Self::Running, Self::ShutDown, Self::Exhausted, Self::Dropped, Self::Panicked];
-
-    pub(super) fn from_u8(figure: u8) -> Option<Self> {
-        Self::ALL.get(usize::from(figure)).copied()
+lowtide_core::named_enum! {
+    /// The end of a run, as the run itself recorded it.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+    pub(in crate::memory) enum RunEnd {
+        /// It had not ended.
+        #[default]
+        Running = "running",
+        /// By `Memory::shutdown`.
+        ShutDown = "shut_down",
+        /// The same, because memory was exhausted and the policy is to exit.
+        Exhausted = "exhausted",
+        /// The last handle was dropped.
+        Dropped = "dropped",
+        /// The last handle was dropped by a panic.
+        Panicked = "panicked",
     }
 }
 

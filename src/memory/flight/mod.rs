@@ -296,7 +296,8 @@ impl FlightRecorder {
     fn write(&mut self, look: Option<FlightSample>) {
         self.written = self.looked.physical;
         let (shared, writer) = (&*self.shared, &mut self.writer);
-        let end = RunEnd::from_u8(shared.flight.end.load(Ordering::Acquire)).unwrap_or_default();
+        let end = RunEnd::ALL.get(usize::from(shared.flight.end.load(Ordering::Acquire)));
+        let end = end.copied().unwrap_or_default();
         writer.begin(&self.run, end, self.machine_kills.read());
         writer.list(SAMPLES_MAX, self.samples.iter().chain(&look));
         let (list, mut count) = (writer.begin_list(), 0);

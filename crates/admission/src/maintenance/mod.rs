@@ -34,7 +34,7 @@ use super::exhaustion::{Exhaustion, ExhaustionSample};
 use super::limit_advice::LimitSample;
 use super::managed::Resources;
 use super::pressure::{Level, Thresholds};
-use super::reclaim::{Reclaim, ReclaimBackoff, ReclaimPolicy};
+use super::reclaim::{ReclaimBackoff, ReclaimPolicy, ReclaimStep};
 use super::signal::{Limit, LimitSource};
 use super::tally::AdmissionStats;
 use account::BudgetAccount;
@@ -180,7 +180,7 @@ impl Maintenance {
         sensor: Box<dyn Sensor>,
         admission: Admission,
         resources: Resources,
-        steps: Vec<Arc<dyn Reclaim>>,
+        steps: Vec<ReclaimStep>,
     ) -> Result<Self, SettingsError> {
         settings.check()?;
         let (thresholds, factor) = (settings.thresholds, settings.correction_factor);

@@ -111,8 +111,8 @@ impl Worker {
             Job::Reclaim { step } => {
                 let before = self.resources.releases_total();
                 let Some(step) = self.policy.step(step) else { return };
-                let budget = step.reclaimer.relieves();
-                let is_dear = step.reclaimer.starts_at() >= Level::High;
+                let budget = step.relieves;
+                let is_dear = step.starts_at >= Level::High;
                 let spared = if is_dear { self.purgeable(budget, now) } else { ByteSize::ZERO };
                 let bytes = self.state.wanted(budget).saturating_sub(spared);
                 if is_dear && bytes.is_zero() {
@@ -266,7 +266,7 @@ mod tests {
     use crate::admission::Admission;
     use crate::cost::{Cost, Priority};
     use crate::maintenance::{Sample, Sensor, Settings};
-    use crate::reclaim::Reclaim;
+    use crate::reclaim::ReclaimStep;
     use crate::signal::Limit;
     use lowtide_core::bytes::ByteSize;
     use lowtide_core::clock::ManualClock;
@@ -439,7 +439,11 @@ mod tests {
             let sample = Sample { physical, purgeable, ..Sample::default() };
             let (_, mut maintenance, mut worker) = rig(World { sample, ..World::default() });
             let wanted = Arc::new(Mutex::new(None));
-            let step = Arc::new(Asked(Arc::clone(&wanted)));
+            let asks = Arc::clone(&wanted);
+            let step = ReclaimStep::new(Budget::Host, Level::High, move |bytes| {
+                *lock(&asks) = Some(bytes);
+                ByteSize::ZERO
+            });
             worker.policy = ReclaimPolicy::new(vec![step]);
             maintenance.policy = worker.policy.clone();
             let clock = ManualClock::new();
@@ -450,28 +454,6 @@ mod tests {
             }
             worker.run(Job::Reclaim { step: 0 }, &clock);
             assert_eq!(lock(&wanted).map_or(0, |bytes: ByteSize| bytes.get() >> 20), asked);
-        }
-    }
-
-    /// A step of level high.
-    struct Asked(Arc<Mutex<Option<ByteSize>>>);
-
-    impl Reclaim for Asked {
-        fn name(&self) -> &str {
-            "asked"
-        }
-        fn relieves(&self) -> Budget {
-            Budget::Host
-        }
-        fn cost_rank(&self) -> u8 {
-            0
-        }
-        fn starts_at(&self) -> Level {
-            Level::High
-        }
-        fn reclaim(&self, bytes: ByteSize) -> ByteSize {
-            *lock(&self.0) = Some(bytes);
-            ByteSize::ZERO
         }
     }
 

@@ -22,7 +22,7 @@ use crate::admission::Admission;
 use crate::cost::{Budget, Cost};
 use crate::eviction::{EvictionSource, Evictor, Idle};
 use crate::pressure::Level;
-use crate::reclaim::Reclaim;
+use crate::reclaim::ReclaimStep;
 use crate::reclaimer::{Reclaimable, Reclaimer, ReclaimerStats, Reclaimers, Registered};
 use crate::state::replace;
 
@@ -300,16 +300,52 @@ impl Resources {
     /// thread, until these bytes of host memory are recovered. Unlike pressure, an operator's order
     /// does not respect the minimum residency.
     pub fn release(&self, bytes: ByteSize) {
-        let idle = IdleResources { resources: self.clone(), budget: Budget::Host };
-        let _ = idle.release(bytes, UnloadReason::Manual);
+        let _ = self.recover(Budget::Host, bytes, UnloadReason::Manual);
     }
 
     /// Returns a reclaim step that unloads idle resources from level high, and for host memory asks
     /// reclaimers of the application, in the order of [`Resources::evict_for`]. A reclaimer runs on
     /// a thread of its own; the step waits for it for at most a second.
     #[must_use]
-    pub fn reclaimer(&self, budget: Budget) -> Arc<dyn Reclaim> {
-        Arc::new(IdleResources { resources: self.clone(), budget })
+    pub fn reclaimer(&self, budget: Budget) -> ReclaimStep {
+        let resources = self.clone();
+        let release = move |bytes| resources.recover(budget, bytes, UnloadReason::Pressure);
+        ReclaimStep::new(budget, Level::High, release)
+    }
+
+    /// Asks reclaimers, and unloads idle resources for this reason, until these bytes are
+    /// recovered. Returns the bytes recovered.
+    fn recover(&self, budget: Budget, bytes: ByteSize, reason: UnloadReason) -> ByteSize {
+        let mut sources: Vec<(f64, ReleaseFn<'_>)> = Vec::new();
+        if budget == Budget::Host && self.birth.is_here() {
+            let ask = |it: Arc<Registered>| -> (f64, ReleaseFn<'_>) {
+                (it.score(), Box::new(move |wanted| it.ask_elsewhere(wanted)))
+            };
+            sources.extend(self.members.reclaimers.all().into_iter().map(ask));
+        }
+        for resource in self.all() {
+            let stats = resource.stats();
+            let [cost, measured] = [stats.cost, stats.measured.unwrap_or_default()];
+            let held = cost.of(budget).max(measured.of(budget));
+            if stats.loaded && stats.guards == 0 && !held.is_zero() {
+                let unload = move |_| match resource.unload_if(reason, None)?.of(budget) {
+                    ByteSize::ZERO => Some(held),
+                    measured => Some(measured),
+                };
+                let score = score(held, stats.use_interval, stats.load_time);
+                sources.push((score, Box::new(move |wanted| unload(wanted).unwrap_or_default())));
+            }
+        }
+        sources.sort_by(|(one, _), (other, _)| other.total_cmp(one));
+        let mut recovered = ByteSize::ZERO;
+        for (_, release) in sources {
+            let wanted = bytes.saturating_sub(recovered);
+            if wanted.is_zero() {
+                break;
+            }
+            recovered = recovered.saturating_add(release(wanted));
+        }
+        recovered
     }
 }
 
@@ -345,72 +381,6 @@ impl EvictionSource for Weak<Members> {
 
 /// Releases so many bytes at level high, and returns the bytes released.
 type ReleaseFn<'a> = Box<dyn FnOnce(ByteSize) -> ByteSize + 'a>;
-
-/// Asks reclaimers and unloads idle resources until enough is recovered.
-#[derive(Debug)]
-struct IdleResources {
-    resources: Resources,
-    budget: Budget,
-}
-
-impl Reclaim for IdleResources {
-    fn name(&self) -> &str {
-        "idle-resources"
-    }
-
-    fn relieves(&self) -> Budget {
-        self.budget
-    }
-
-    fn cost_rank(&self) -> u8 {
-        100
-    }
-
-    fn starts_at(&self) -> Level {
-        Level::High
-    }
-
-    fn reclaim(&self, bytes: ByteSize) -> ByteSize {
-        self.release(bytes, UnloadReason::Pressure)
-    }
-}
-
-impl IdleResources {
-    /// Asks reclaimers, and unloads idle resources for this reason, until these bytes are
-    /// recovered. Returns the bytes recovered.
-    fn release(&self, bytes: ByteSize, reason: UnloadReason) -> ByteSize {
-        let mut sources: Vec<(f64, ReleaseFn<'_>)> = Vec::new();
-        if self.budget == Budget::Host && self.resources.birth.is_here() {
-            let ask = |it: Arc<Registered>| -> (f64, ReleaseFn<'_>) {
-                (it.score(), Box::new(move |wanted| it.ask_elsewhere(wanted)))
-            };
-            sources.extend(self.resources.members.reclaimers.all().into_iter().map(ask));
-        }
-        for resource in self.resources.all() {
-            let stats = resource.stats();
-            let [cost, measured] = [stats.cost, stats.measured.unwrap_or_default()];
-            let held = cost.of(self.budget).max(measured.of(self.budget));
-            if stats.loaded && stats.guards == 0 && !held.is_zero() {
-                let unload = move |_| match resource.unload_if(reason, None)?.of(self.budget) {
-                    ByteSize::ZERO => Some(held),
-                    measured => Some(measured),
-                };
-                let score = score(held, stats.use_interval, stats.load_time);
-                sources.push((score, Box::new(move |wanted| unload(wanted).unwrap_or_default())));
-            }
-        }
-        sources.sort_by(|(one, _), (other, _)| other.total_cmp(one));
-        let mut recovered = ByteSize::ZERO;
-        for (_, release) in sources {
-            let wanted = bytes.saturating_sub(recovered);
-            if wanted.is_zero() {
-                break;
-            }
-            recovered = recovered.saturating_add(release(wanted));
-        }
-        recovered
-    }
-}
 
 // The last uses of a resource, and how costly it is to unload it.
 //

@@ -138,15 +138,20 @@ impl<T: Send + Sync + 'static> Cell<T> {
 }
 
 impl<T: Send + Sync + 'static> Claimable for Cell<T> {
-    fn claim(self: Arc<Self>, _: ByteSize) -> Option<Box<dyn EvictionClaim>> {
+    fn claim(self: Arc<Self>, _: ByteSize) -> Option<EvictionClaim> {
         let now = self.clock.now();
         let mut state = lock(&self.state);
         let reserved = matches!(&state.phase, ResourcePhase::Ready { permit: Some(_), .. });
         let may_go = self.evictable_from(&state).is_some_and(|from| from <= now);
         let loaded = if reserved && may_go { state.take() } else { None };
         drop(state);
-        let loaded = Some(loaded?);
-        Some(Box::new(ResourceClaim { cell: self, loaded }))
+        let loaded = loaded?;
+        let cost = loaded.1.as_ref().map_or(Cost::ZERO, Permit::cost);
+        let mut claim = ResourceClaim { cell: self, loaded: Some(loaded) };
+        let unload = move |cause: &Arc<str>| {
+            claim.cell.take_apart(claim.loaded.take()?, UnloadReason::Eviction, Some(cause)).1
+        };
+        Some((cost, Box::new(unload)))
     }
 }
 
@@ -155,17 +160,6 @@ struct ResourceClaim<T: Send + Sync + 'static> {
     cell: Arc<Cell<T>>,
     /// `None` once the unload has begun.
     loaded: Option<Loaded<T>>,
-}
-
-impl<T: Send + Sync + 'static> EvictionClaim for ResourceClaim<T> {
-    fn cost(&self) -> Cost {
-        let permit = self.loaded.as_ref().and_then(|(_, permit)| permit.as_ref());
-        permit.map_or(Cost::ZERO, Permit::cost)
-    }
-
-    fn unload(mut self: Box<Self>, cause: &Arc<str>) -> Option<Permit> {
-        self.cell.take_apart(self.loaded.take()?, UnloadReason::Eviction, Some(cause)).1
-    }
 }
 
 impl<T: Send + Sync + 'static> Drop for ResourceClaim<T> {
