@@ -4,6 +4,9 @@
 //! a MiB in pieces, which its client does not read: together more than the limit. Short requests are
 //! sent meanwhile. The service is one of axum under the memory layer and behind `Connections`, cold,
 //! and nothing of its routes is known.
+//!
+//! Two more such services get 24 uploads at once, which their handler drops as they arrive: over as
+//! many connections, and over one of HTTP/2, with short requests on the same one.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -15,7 +18,8 @@ use axum::extract::State;
 use axum::routing::{get, post};
 use bytes::Bytes;
 use common::figures::{Figures, count, part, quantile};
-use common::http::{client, send};
+use common::http::{Http, client, client_of, send};
+use futures_util::StreamExt as _;
 use futures_util::future::join_all;
 use futures_util::stream::unfold;
 use http::Request;
@@ -33,6 +37,9 @@ const PROMPT: usize = 100_000;
 /// What each answer grows by, and the size of a piece.
 const GROWTH: usize = 1 << 20;
 const PIECE: usize = 32 << 10;
+/// The uploads at once, and the bytes of each.
+const UPLOADS: u64 = 24;
+const UPLOAD: usize = 16 << 20;
 /// The kernel's buffers of a connection: those of the loopback hold 2.5 MiB, more than grows.
 const KERNEL: u32 = 16 << 10;
 /// The time between two pieces.
@@ -48,6 +55,7 @@ pub(crate) async fn serve() -> Result<(), BoxError> {
     let app = Router::new()
         .route("/stream", post(stream))
         .route("/hello", get(async || "hello"))
+        .route("/upload", post(upload))
         .layer(memory.layer())
         .route("/grow", post(async |State((_, grow)): State<Shared>| _ = grow.send_replace(true)))
         .route("/booked", get(booked))
@@ -86,6 +94,10 @@ async fn stream(State((_, grow)): State<Shared>, _prompt: Bytes) -> Body {
     }))
 }
 
+async fn upload(body: Body) -> String {
+    body.into_data_stream().count().await.to_string()
+}
+
 /// Returns what requests hold, what they have reserved, and what they may reserve, in bytes; the
 /// open streams; and the saturation.
 async fn booked(State((memory, _)): State<Shared>) -> String {
@@ -105,6 +117,29 @@ pub(crate) fn run(base: &Cell, figures: &mut Figures) -> Result<bool, BoxError> 
     runtime.block_on(clients(to, figures))?;
     let kills = service.end();
     figures.at_most("traffic.unread.kills", count(kills), "kills", 0.0);
+    let mut times = [0.0; 2];
+    for (time, is_http2) in times.iter_mut().zip([false, true]) {
+        let (service, to) = cell.start()?;
+        let http = client_of(is_http2);
+        let start = Instant::now();
+        let body = Bytes::from(vec![b'a'; UPLOAD]);
+        let upload = || send(&http, Request::post(format!("http://{to}/upload")), body.clone());
+        let uploads = async {
+            let uploads = join_all((0..UPLOADS).map(|_| upload())).await;
+            *time = start.elapsed().as_secs_f64();
+            uploads.iter().flatten().filter(|(status, _)| status.is_success()).count() as u64
+        };
+        let (served, short) = runtime.block_on(async {
+            let short = hello(&http, to, Duration::from_millis(500));
+            tokio::join!(uploads, short)
+        });
+        service.end();
+        if is_http2 {
+            figures.at_least("traffic.h2.served", count(served), "uploads", count(UPLOADS));
+            figures.add("traffic.h2.small_ms", short.1, "ms");
+        }
+    }
+    figures.add("traffic.h2.time_ratio", times[1] / times[0], "ratio");
     Ok(kills == 0)
 }
 
@@ -113,7 +148,7 @@ async fn clients(to: SocketAddr, figures: &mut Figures) -> Result<(), BoxError> 
     let opened = join_all((0..STREAMS).map(|_| tokio::time::timeout(PATIENCE, open(to)))).await;
     let time = start.elapsed().as_secs_f64();
     let opened: Vec<_> = opened.into_iter().filter_map(|opened| opened.ok()?.ok()).collect();
-    let short = hello(to, Duration::from_secs(2)).await;
+    let short = hello(&client(), to, Duration::from_secs(2)).await;
     let idle = look(to).await?;
     figures.at_least("traffic.sse.open", count(opened.len() as u64), "streams", 400.0);
     figures.at_most("traffic.cold_s", time, "s", 10.0);
@@ -125,7 +160,7 @@ async fn clients(to: SocketAddr, figures: &mut Figures) -> Result<(), BoxError> 
     if !status.is_success() {
         return Err(format!("/grow answered {status}").into());
     }
-    let short = hello(to, PATIENCE).await;
+    let short = hello(&client(), to, PATIENCE).await;
     let [live, reserved, allowance, open, _] = look(to).await?;
     let ended = count(STREAMS as u64) - open;
     let unbooked = part((live - reserved).max(0.0), live);
@@ -154,12 +189,12 @@ async fn open(to: SocketAddr) -> Result<TcpStream, BoxError> {
 
 /// Sends short requests for this time. Returns how many failed, and the time of the slowest
 /// hundredth in milliseconds.
-async fn hello(to: SocketAddr, time: Duration) -> (u64, f64) {
-    let (http, start) = (client(), Instant::now());
+async fn hello(http: &Http, to: SocketAddr, time: Duration) -> (u64, f64) {
+    let start = Instant::now();
     let (mut failed, mut times) = (0, Vec::new());
     while start.elapsed() < time {
         let begun = Instant::now();
-        let answer = send(&http, Request::get(format!("http://{to}/hello")), String::new()).await;
+        let answer = send(http, Request::get(format!("http://{to}/hello")), String::new()).await;
         failed += u64::from(!answer.is_ok_and(|(status, _)| status.is_success()));
         times.push(begun.elapsed().as_secs_f64() * 1e3);
         tokio::time::sleep(Duration::from_millis(20)).await;

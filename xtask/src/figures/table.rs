@@ -124,7 +124,11 @@ pub(super) const ROWS: &[Row] = &[
         &[("overload.survive.oom_kills", "measured.oom_kills")],
     ),
     row("traffic", "traffic.cases_failed", Own(field::measure_cases)),
-    row("traffic", "traffic.cold_s traffic.sse. traffic.unread.", Bench("overload -- --streams")),
+    row(
+        "traffic",
+        "traffic.cold_s traffic.h2. traffic.sse. traffic.unread.",
+        Bench("overload -- --streams"),
+    ),
     row("traffic", "traffic.mixed. traffic.model_loads", Bench("overload -- --mixed 10")),
     row("traffic", "traffic.request.", Own(paths::measure_request)),
     row("room", "room.schedules.", Bench("room -- schedules")),
