@@ -32,7 +32,7 @@ use crate::chance::Chance;
 
 /// The time of a run, and that of the search for the rival's limit.
 const LASTS: Duration = Duration::from_secs(8);
-/// The limits of the rival that are tried, the highest first. With one it always survives.
+/// The limits of the rival that are tried, the highest first.
 const LIMITS: [usize; 9] = [16, 12, 10, 8, 6, 4, 3, 2, 1];
 const THREE: &str = "background_thread:true,dirty_decay_ms:1000,muzzy_decay_ms:0";
 const MODEL: usize = 48 << 20;
@@ -171,10 +171,10 @@ fn run_once(base: &Cell, mix: Mix, limit: Option<usize>) -> Result<Outcome, BoxE
 }
 
 async fn offer(to: SocketAddr, mix: Mix) -> Vec<Answer> {
-    let end = Instant::now() + LASTS;
     let text = Bytes::from(json!({ "key": 7, "note": "x".repeat(200) }).to_string());
     let bodies = mix.mib.map(|mib| customers(mib << 20));
     let (form, slow) = (Bytes::from(vec![7; FORM]), customers(SLOW));
+    let end = Instant::now() + LASTS;
     let mut clients: Vec<BoxFuture<'_, Vec<Answer>>> = Vec::new();
     let mut add = |class, path, many: usize, bodies: &[Bytes], pause| {
         for nth in 0..many {
