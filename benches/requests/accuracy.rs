@@ -54,13 +54,14 @@ const MIB: usize = 1 << 20;
 type Case = (&'static str, usize, Option<usize>);
 
 /// All cases.
-const CASES: [Case; 9] = [
+const CASES: [Case; 10] = [
     ("collect", 20 * MIB, Some(40 * MIB)),
     // A Vec that grows doubles its capacity: 16 MiB while 32 are allocated.
     ("growing", 20 * MIB, Some(48 * MIB)),
     ("frames", 5 * MIB, Some(5 * MIB)),
     // And what parsing needs, which is measured apart.
     ("json", 5 * MIB, Some(5 * MIB)),
+    ("pass", 20 * MIB, None),
     ("transient", 0, Some(20 * MIB)),
     ("blocking", 0, Some(10 * MIB)),
     ("tasks", 0, Some(12 * MIB)),
@@ -103,7 +104,8 @@ pub(crate) async fn measure(figures: &mut Figures) -> Result<(), BoxError> {
             let mut seen = seen(&memory, &order(path)).await?;
             seen.held -= bases[&base];
             let peak = peak.map(|peak| (peak as f64 + parsing).max(seen.held));
-            println!("{:?}: {peak:.0?}, {seen:.0?}", order(path));
+            let Seen { held, attributed, .. } = seen;
+            println!("{:?}: {held:.0}, attributed {attributed:.0}, peak {peak:.0?}", order(path));
             live = live.max(error(seen.attributed, seen.held));
             for (truth, found) in
                 peak.iter().flat_map(|peak| seen.peaks.iter().map(move |it| (peak, it)))
@@ -273,6 +275,7 @@ async fn handle(
     request: Request<Body>,
 ) -> Response {
     match &*name {
+        "pass" => return pass(stage, request.into_body()),
         "answer" => {
             let whole = Bytes::from(filled(20 * MIB));
             stage.arrive();
@@ -339,4 +342,18 @@ async fn held(name: &str, mut body: Body) -> Box<dyn Any + Send> {
         _ => {}
     }
     Box::new(())
+}
+
+/// Answers with the body, and waits when that has passed: before its end.
+fn pass(stage: Arc<Stage>, body: Body) -> Response {
+    let pieces = stream::unfold((body, Some(stage)), |(mut body, mut stage)| async {
+        match next(&mut body).await {
+            Some(frame) => Some((Ok::<_, Infallible>(frame), (body, stage))),
+            None => {
+                stage.take()?.wait().await;
+                Some((Ok(Bytes::new()), (body, None)))
+            }
+        }
+    });
+    Body::from_stream(pieces).into_response()
 }
