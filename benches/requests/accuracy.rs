@@ -54,7 +54,7 @@ const MIB: usize = 1 << 20;
 type Case = (&'static str, usize, Option<usize>);
 
 /// All cases.
-const CASES: [Case; 10] = [
+const CASES: [Case; 11] = [
     ("collect", 20 * MIB, Some(40 * MIB)),
     // A Vec that grows doubles its capacity: 16 MiB while 32 are allocated.
     ("growing", 20 * MIB, Some(48 * MIB)),
@@ -68,6 +68,7 @@ const CASES: [Case; 10] = [
     // The clients read these answers late.
     ("answer", 0, Some(20 * MIB)),
     ("stream", 0, None),
+    ("stream_small", 0, None),
 ];
 
 /// The memory of one request of a case.
@@ -196,7 +197,7 @@ async fn settled() -> Result<f64, BoxError> {
 pub(crate) async fn be_clients(order: &str) -> Result<(), BoxError> {
     let (server, (path, bytes, is_http2, requests)): (SocketAddr, Order) =
         serde_json::from_str(order)?;
-    let reads_late = path == "answer" || path == "stream";
+    let reads_late = path == "answer" || path.starts_with("stream");
     let body = if path == "json" { common::json(bytes) } else { vec![b'x'; bytes].into() };
     let (ended, end) = watch::channel(false);
     std::thread::spawn(move || {
@@ -281,9 +282,10 @@ async fn handle(
             stage.arrive();
             return whole.into_response();
         }
-        "stream" => {
+        "stream" | "stream_small" => {
             stage.arrive();
-            let piece = |_| Ok::<_, Infallible>(Bytes::from(filled(PIECE)));
+            let bytes = if name == "stream" { PIECE } else { 4 << 10 };
+            let piece = move |_| Ok::<_, Infallible>(Bytes::from(filled(bytes)));
             return Body::from_stream(stream::iter((0..20 * MIB / PIECE).map(piece)))
                 .into_response();
         }
