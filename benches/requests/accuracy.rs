@@ -54,19 +54,21 @@ const MIB: usize = 1 << 20;
 type Case = (&'static str, usize, Option<usize>);
 
 /// All cases.
-const CASES: [Case; 9] = [
+const CASES: [Case; 11] = [
     ("collect", 20 * MIB, Some(40 * MIB)),
     // A Vec that grows doubles its capacity: 16 MiB while 32 are allocated.
     ("growing", 20 * MIB, Some(48 * MIB)),
     ("frames", 5 * MIB, Some(5 * MIB)),
     // And what parsing needs, which is measured apart.
     ("json", 5 * MIB, Some(5 * MIB)),
+    ("pass", 20 * MIB, None),
     ("transient", 0, Some(20 * MIB)),
     ("blocking", 0, Some(10 * MIB)),
     ("tasks", 0, Some(12 * MIB)),
     // The clients read these answers late.
     ("answer", 0, Some(20 * MIB)),
     ("stream", 0, None),
+    ("stream_small", 0, None),
 ];
 
 /// The memory of one request of a case.
@@ -103,7 +105,8 @@ pub(crate) async fn measure(figures: &mut Figures) -> Result<(), BoxError> {
             let mut seen = seen(&memory, &order(path)).await?;
             seen.held -= bases[&base];
             let peak = peak.map(|peak| (peak as f64 + parsing).max(seen.held));
-            println!("{:?}: {peak:.0?}, {seen:.0?}", order(path));
+            let Seen { held, attributed, .. } = seen;
+            println!("{:?}: {held:.0}, attributed {attributed:.0}, peak {peak:.0?}", order(path));
             live = live.max(error(seen.attributed, seen.held));
             for (truth, found) in
                 peak.iter().flat_map(|peak| seen.peaks.iter().map(move |it| (peak, it)))
@@ -194,7 +197,7 @@ async fn settled() -> Result<f64, BoxError> {
 pub(crate) async fn be_clients(order: &str) -> Result<(), BoxError> {
     let (server, (path, bytes, is_http2, requests)): (SocketAddr, Order) =
         serde_json::from_str(order)?;
-    let reads_late = path == "answer" || path == "stream";
+    let reads_late = path == "answer" || path.starts_with("stream");
     let body = if path == "json" { common::json(bytes) } else { vec![b'x'; bytes].into() };
     let (ended, end) = watch::channel(false);
     std::thread::spawn(move || {
@@ -273,14 +276,16 @@ async fn handle(
     request: Request<Body>,
 ) -> Response {
     match &*name {
+        "pass" => return pass(stage, request.into_body()),
         "answer" => {
             let whole = Bytes::from(filled(20 * MIB));
             stage.arrive();
             return whole.into_response();
         }
-        "stream" => {
+        "stream" | "stream_small" => {
             stage.arrive();
-            let piece = |_| Ok::<_, Infallible>(Bytes::from(filled(PIECE)));
+            let bytes = if name == "stream" { PIECE } else { 4 << 10 };
+            let piece = move |_| Ok::<_, Infallible>(Bytes::from(filled(bytes)));
             return Body::from_stream(stream::iter((0..20 * MIB / PIECE).map(piece)))
                 .into_response();
         }
@@ -339,4 +344,18 @@ async fn held(name: &str, mut body: Body) -> Box<dyn Any + Send> {
         _ => {}
     }
     Box::new(())
+}
+
+/// Answers with the body, and waits when that has passed: before its end.
+fn pass(stage: Arc<Stage>, body: Body) -> Response {
+    let pieces = stream::unfold((body, Some(stage)), |(mut body, mut stage)| async {
+        match next(&mut body).await {
+            Some(frame) => Some((Ok::<_, Infallible>(frame), (body, stage))),
+            None => {
+                stage.take()?.wait().await;
+                Some((Ok(Bytes::new()), (body, None)))
+            }
+        }
+    });
+    Body::from_stream(pieces).into_response()
 }
