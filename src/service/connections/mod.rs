@@ -77,6 +77,10 @@ const TEND_EVERY: Duration = Duration::from_millis(100);
 /// room, and when some were rejected for lack of it. At level high, connections also end with their
 /// next response.
 ///
+/// After an answer that upgrades a connection of HTTP/1, such as to a WebSocket, the connection keeps
+/// the request's permit to its end; the memory of the session is measured if it runs in
+/// [`RequestPermit::scope`](super::RequestPermit::scope).
+///
 /// It does not protect from a client that moves a byte within every grace period: a trickle, or
 /// HTTP/2 pings that the server answers. Over HTTP/2 one stream that moves, or on which the server
 /// works, keeps the others. Set a minimum rate for bodies
