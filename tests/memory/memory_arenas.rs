@@ -53,7 +53,7 @@ fn figures(memory: &Memory, slot: &Slot) -> SlotSnapshot {
 
 /// The limit in force and who gave it.
 fn limit_of(memory: &Memory) -> (ByteSize, ArenaSource) {
-    let resolution = options_of(&memory, &slot()).expect("an arena");
+    let resolution = options_of(memory, &slot()).expect("an arena");
     (resolution.limit(), resolution.get(ArenaKey::Limit).source)
 }
 
