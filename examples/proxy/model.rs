@@ -59,7 +59,7 @@ pub(crate) struct Settings {
 }
 
 fn weights(text: &str) -> Result<ByteSize, String> {
-    let size = text.parse::<ByteSize>().map_err(|error| error.to_string())?;
+    let size: ByteSize = text.parse().map_err(|expected: &str| format!("expected {expected}"))?;
     if size < WEIGHTS_MIN {
         return Err(format!("weights of {size}: expected 64 MiB or more"));
     }

@@ -80,7 +80,7 @@ fn without_options_a_shared_arena_has_onnx_runtimes_defaults() {
     assert!(options_of(&memory, &slot()).is_none() && memory.devices().arena_slots().is_empty());
     let report = memory.devices().share_arena(&slot(), &ArenaOptions::new()).expect("shared");
     assert!(report.opened && report.conflicts.is_empty());
-    for effective in report.resolution.values() {
+    for effective in &report.resolution.values {
         assert_eq!(effective.value, effective.key.default_value());
         assert_eq!(effective.source, ArenaSource::Default);
     }

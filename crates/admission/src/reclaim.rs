@@ -132,7 +132,7 @@ impl ReclaimStep {
 /// Steps, the cheapest first. Cheap to clone; all clones share one state.
 #[derive(Clone)]
 pub(crate) struct ReclaimPolicy {
-    steps: Arc<[ReclaimStep]>,
+    pub(crate) steps: Arc<[ReclaimStep]>,
 }
 
 impl ReclaimPolicy {
@@ -145,11 +145,6 @@ impl ReclaimPolicy {
         let (count, most) = (steps.len(), Self::STEPS_MAX);
         assert!(count <= most, "{count} reclaim steps, expected at most {most}");
         Self { steps: steps.into() }
-    }
-
-    /// Returns a step that [`ReclaimPolicy::due`] returned.
-    pub(crate) fn step(&self, at: usize) -> Option<&ReclaimStep> {
-        self.steps.get(at)
     }
 
     /// Returns the cheapest step that relieves the budget at this level and is not pausing, or

@@ -8,11 +8,12 @@
 //! its end.
 #![expect(unsafe_code, reason = "the signal mask of a thread is set by C calls")]
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 use std::time::Duration;
 
 use lowtide_core::clock::{Bell, Clock, Moment, SystemClock};
+use lowtide_core::sync::lock;
 
 use crate::failure::{Failure, Outcome};
 use crate::registry;
@@ -48,7 +49,7 @@ pub(crate) fn clock() -> Arc<dyn Clock> {
 /// [`Failure::Thread`]; the next call tries again.
 pub(crate) fn start() -> Outcome<()> {
     static IS_STARTED: Mutex<bool> = Mutex::new(false);
-    let mut is_started = held(&IS_STARTED);
+    let mut is_started = lock(&IS_STARTED);
     if !*is_started {
         let thread = thread::Builder::new().name("lowtide-decay".to_owned()).stack_size(STACK);
         let spawned = without_signals(|| thread.spawn(run));
@@ -65,7 +66,7 @@ pub(crate) fn wake() {
 
 /// Waits for the end of a pass that is in progress, which may hold handles of arenas.
 pub(crate) fn wait_for_pass() {
-    drop(held(&PASS));
+    drop(lock(&PASS));
 }
 
 fn run() {
@@ -78,7 +79,7 @@ fn run() {
 
 /// Releases what is due in every arena, and returns the time of the next pass.
 fn pass(now: Moment) -> Moment {
-    let _pass = held(&PASS);
+    let _pass = lock(&PASS);
     let arenas = registry::arenas();
     if arenas.is_empty() {
         return Moment::NEVER;
@@ -91,10 +92,6 @@ fn pass(now: Moment) -> Moment {
         }
     }
     next
-}
-
-fn held<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Runs `act` with all signals blocked; a thread that it starts keeps them blocked.

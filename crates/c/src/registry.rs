@@ -11,8 +11,9 @@
 #![expect(unsafe_code, reason = "a fork handler is installed by a C call")]
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, Once, PoisonError};
+use std::sync::{Arc, Mutex, Once};
 
+use lowtide_core::sync::lock;
 use lowtide_gpu::{DeviceArena, DeviceError, HostDriver};
 use lowtide_gpu_driver::cuda::{CudaDriver, CudaOptions, DeviceChoice};
 use lowtide_gpu_driver::{DeviceAddress, Driver, Guarded, StreamHandle};
@@ -198,7 +199,7 @@ pub(crate) fn default_handle() -> Outcome<u64> {
 
 #[cold]
 fn make_default() -> Outcome<u64> {
-    let _change = CHANGES.lock().unwrap_or_else(PoisonError::into_inner);
+    let _change = lock(&CHANGES);
     let found = DEFAULT.load(Ordering::Relaxed);
     if found != 0 {
         return Ok(found);
@@ -229,7 +230,7 @@ fn forget(handle: u64) -> Outcome<Vec<Option<Arc<OpenDevice>>>> {
 /// Closes an allocator that has no live block, and waits for the work of its freed blocks.
 pub(crate) fn close(handle: u64) -> Outcome<()> {
     check_here()?;
-    let _change = CHANGES.lock().unwrap_or_else(PoisonError::into_inner);
+    let _change = lock(&CHANGES);
     let devices = devices(handle)?;
     // Before the first is closed, so that usually all are, or none.
     for (_, arena) in &devices {
@@ -320,7 +321,7 @@ fn open_device(handle: u64, number: usize) -> Outcome<()> {
     if is_open(handle, number)? {
         return Ok(());
     }
-    let _change = CHANGES.lock().unwrap_or_else(PoisonError::into_inner);
+    let _change = lock(&CHANGES);
     if is_open(handle, number)? {
         return Ok(());
     }

@@ -62,6 +62,39 @@ macro_rules! named_enum {
     };
 }
 
+/// Implements `FromStr` for an enum of [`named_enum!`]; the error describes the accepted names.
+#[macro_export]
+macro_rules! by_name {
+    ($name:ty, $expected:literal) => {
+        impl ::std::str::FromStr for $name {
+            type Err = &'static str;
+
+            fn from_str(text: &str) -> Result<Self, Self::Err> {
+                Self::ALL.into_iter().find(|it| it.name() == text).ok_or($expected)
+            }
+        }
+    };
+}
+
+/// Implements `Debug` for a type of which only these figures are of interest. Type parameters come
+/// first, in brackets.
+#[macro_export]
+macro_rules! debug_as {
+    (
+        $([$($parameters:tt)+])? $name:ident $(<$($argument:tt),+>)?,
+        |$it:ident| $($figure:ident: $value:expr),+
+    ) => {
+        impl $(<$($parameters)+>)? ::std::fmt::Debug for $name $(<$($argument),+>)? {
+            fn fmt(&self, f: &mut ::std::fmt::Formatter<'_>) -> ::std::fmt::Result {
+                let $it = self;
+                f.debug_struct(stringify!($name))
+                    $(.field(stringify!($figure), &$value))+
+                    .finish_non_exhaustive()
+            }
+        }
+    };
+}
+
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use tracing::span::{Attributes, Id, Record};
@@ -120,37 +153,4 @@ mod named_tests {
         assert_eq!(Tide::ALL.map(Tide::name), ["ebb", "high_water"]);
         assert_eq!(format!("{:>4}", Tide::Ebb), " ebb");
     }
-}
-
-/// Implements `FromStr` for an enum of [`named_enum!`]; the error describes the accepted names.
-#[macro_export]
-macro_rules! by_name {
-    ($name:ty, $expected:literal) => {
-        impl ::std::str::FromStr for $name {
-            type Err = &'static str;
-
-            fn from_str(text: &str) -> Result<Self, Self::Err> {
-                Self::ALL.into_iter().find(|it| it.name() == text).ok_or($expected)
-            }
-        }
-    };
-}
-
-/// Implements `Debug` for a type of which only these figures are of interest. Type parameters come
-/// first, in brackets.
-#[macro_export]
-macro_rules! debug_as {
-    (
-        $([$($parameters:tt)+])? $name:ident $(<$($argument:tt),+>)?,
-        |$it:ident| $($figure:ident: $value:expr),+
-    ) => {
-        impl $(<$($parameters)+>)? ::std::fmt::Debug for $name $(<$($argument),+>)? {
-            fn fmt(&self, f: &mut ::std::fmt::Formatter<'_>) -> ::std::fmt::Result {
-                let $it = self;
-                f.debug_struct(stringify!($name))
-                    $(.field(stringify!($figure), &$value))+
-                    .finish_non_exhaustive()
-            }
-        }
-    };
 }

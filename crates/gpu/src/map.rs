@@ -75,18 +75,18 @@ fn region_cells(state: &ArenaState, region: Region, cells_max: usize) -> RegionO
         used.extend(of.live_spans_unordered());
     }
     used.sort_unstable_by_key(|span| span.offset);
-    let mut cells = Cells::over(&used, cells_max.max(2));
-    let mut blocks = 0;
+    let (cell, cells) = cells_over(&used, cells_max.max(2));
+    let (region, granularity) = (region.name(), ByteSize::new(state.bytes_of(1)));
+    let mut map = RegionOccupancy { region, granularity, cell, blocks: 0, cells };
     for block in of.live_spans_unordered() {
-        blocks += 1;
-        cells.add(block, LIVE);
+        map.blocks += 1;
+        map.add(block, LIVE);
     }
-    of.pending.spans().for_each(|freed| cells.add(freed, PENDING));
+    of.pending.spans().for_each(|freed| map.add(freed, PENDING));
     for (run, is_active) in runs {
-        cells.add(run, if is_active { ACTIVE } else { IDLE });
+        map.add(run, if is_active { ACTIVE } else { IDLE });
     }
-    let (cell, granularity) = (ByteSize::new(cells.size), ByteSize::new(state.bytes_of(1)));
-    RegionOccupancy { region: region.name(), granularity, cell, blocks, cells: cells.cells }
+    map
 }
 
 // The places of the sums of a cell.
@@ -95,47 +95,37 @@ const PENDING: usize = 1;
 const ACTIVE: usize = 2;
 const IDLE: usize = 3;
 
-/// Cells of one size, in address order.
-struct Cells {
-    size: u64,
-    cells: Vec<(u64, [ByteSize; 4])>,
-    /// The index of the cell that was found last.
-    last: usize,
+/// Returns the size of the cells of spans in address order, the smallest with which there are at
+/// most `cells_max`, and the cells.
+fn cells_over(spans: &[Span], cells_max: usize) -> (ByteSize, Vec<(u64, [ByteSize; 4])>) {
+    let mut size = CELL_MIN;
+    // Ends, because each turn doubles the cells and at last two cells hold everything.
+    loop {
+        let mut cells: Vec<(u64, [ByteSize; 4])> = Vec::new();
+        let is_enough = spans.iter().all(|span| {
+            let next = cells.last().map_or(0, |last| last.0 + 1);
+            let (first, end) = ((span.offset / size).max(next), span.end().div_ceil(size));
+            let room = (cells_max - cells.len()) as u64;
+            let nths = first..end.min(first.saturating_add(room));
+            cells.extend(nths.map(|nth| (nth, [ByteSize::ZERO; 4])));
+            end.saturating_sub(first) <= room
+        });
+        if is_enough {
+            return (ByteSize::new(size), cells);
+        }
+        size *= 2;
+    }
 }
 
-impl Cells {
-    /// Creates the cells of spans in address order: of the smallest size with which there are at
-    /// most `cells_max`.
-    fn over(spans: &[Span], cells_max: usize) -> Self {
-        let mut size = CELL_MIN;
-        // Ends, because each turn doubles the cells and at last two cells hold everything.
-        loop {
-            let mut cells: Vec<(u64, [ByteSize; 4])> = Vec::new();
-            let is_enough = spans.iter().all(|span| {
-                let next = cells.last().map_or(0, |last| last.0 + 1);
-                let (first, end) = ((span.offset / size).max(next), span.end().div_ceil(size));
-                let room = (cells_max - cells.len()) as u64;
-                let nths = first..end.min(first.saturating_add(room));
-                cells.extend(nths.map(|nth| (nth, [ByteSize::ZERO; 4])));
-                end.saturating_sub(first) <= room
-            });
-            if is_enough {
-                return Self { size, cells, last: 0 };
-            }
-            size *= 2;
-        }
-    }
-
+impl RegionOccupancy {
     /// Adds the bytes of a span, which lies in the cells, to one of their sums.
     fn add(&mut self, span: Span, of: usize) {
         let mut at = span.offset;
         while at < span.end() {
-            let nth = at / self.size;
-            if self.cells.get(self.last).is_none_or(|cell| cell.0 != nth) {
-                self.last = self.cells.partition_point(|cell| cell.0 < nth);
-            }
-            let end = ((nth + 1) * self.size).min(span.end());
-            let sum = &mut self.cells[self.last].1[of];
+            let nth = at / self.cell.get();
+            let end = ((nth + 1) * self.cell.get()).min(span.end());
+            let cell = self.cells.partition_point(|cell| cell.0 < nth);
+            let sum = &mut self.cells[cell].1[of];
             *sum = sum.saturating_add(ByteSize::new(end - at));
             at = end;
         }

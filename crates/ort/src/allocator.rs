@@ -21,10 +21,11 @@ use std::collections::BTreeMap;
 use std::ffi::{CString, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::{self, NonNull};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 use lowtide::ByteSize;
 use lowtide::device::driver::StreamHandle;
+use lowtide_core::sync::lock;
 use ort::environment::Environment;
 use ort::memory::{AllocationDevice, AllocatorType, MemoryInfo, MemoryType};
 use ort::{AsPointer as _, sys};
@@ -124,22 +125,18 @@ impl OrtAllocator {
     /// Returns its figures.
     #[must_use]
     pub fn stats(&self) -> OrtAllocatorStats {
-        self.books().stats
+        lock(&self.books).stats
     }
 
     /// Releases the idle memory of runs now, on a CUDA device after a wait for its work. It is
     /// released anyway when it has been idle for the decay time of the arena.
     pub fn shrink(&self) {
-        self.books().stats.shrinks += 1;
+        lock(&self.books).stats.shrinks += 1;
         match &self.source {
             MemorySource::Cpu(arena) => arena.shrink(),
             #[cfg(feature = "cuda")]
             MemorySource::Cuda(arena) => arena.shrink(),
         }
-    }
-
-    fn books(&self) -> MutexGuard<'_, Blocks> {
-        self.books.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn obtain(&self, size: usize, purpose: Purpose) -> *mut c_void {
@@ -148,7 +145,7 @@ impl OrtAllocator {
         }
         let (found, overflows) = self.source.alloc(size, purpose);
         let is_weight = purpose == Purpose::Weight;
-        let mut books = self.books();
+        let mut books = lock(&self.books);
         let stats = &mut books.stats;
         stats.overflows += u64::from(overflows);
         *(if is_weight { &mut stats.reserves } else { &mut stats.allocs }) += 1;
@@ -165,7 +162,7 @@ impl OrtAllocator {
     }
 
     pub(crate) fn release(&self, start: NonNull<u8>) {
-        let mut books = self.books();
+        let mut books = lock(&self.books);
         let Some(block) = books.live.remove(&start.addr().get()) else {
             debug_assert!(false, "ONNX Runtime frees {start:?}, which is not live");
             return;

@@ -12,13 +12,14 @@ use std::alloc::Layout;
 use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::ptr::{self, NonNull};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use lowtide::ByteSize;
 use lowtide::device::driver::DeviceAddress;
 use lowtide::device::{DeviceArena, DeviceError, Lease, RawBlock, Region};
 use lowtide::heap::HostArena;
 use lowtide::memory::ArenaUse;
+use lowtide_core::sync::lock;
 
 /// The alignment of all blocks: ONNX Runtime's kernels read whole vectors of 64 bytes.
 pub(crate) const ALIGN: usize = 64;
@@ -180,7 +181,7 @@ fn request_huge_pages(known: &Mutex<BTreeSet<usize>>, start: usize, size: usize)
     if first >= end {
         return;
     }
-    let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut known = lock(known);
     let fresh: Vec<_> =
         (first..end).step_by(PAGE).filter(|granule| known.insert(*granule)).collect();
     drop(known);

@@ -15,12 +15,13 @@
 #![expect(unsafe_code, reason = "calls of ONNX Runtime, with streams that it names")]
 
 use std::ptr::{self, NonNull};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use lowtide::ByteSize;
 use lowtide::device::driver::StreamHandle;
 use lowtide::device::{DeviceArena, DeviceError, Region};
+use lowtide_core::sync::lock;
 use ort::environment::Environment;
 use ort::{AsPointer as _, sys};
 
@@ -52,7 +53,7 @@ pub(crate) fn register(
     arena: DeviceArena,
 ) -> Result<&'static OrtAllocator, OrtError> {
     let source = MemorySource::Cuda(CudaArena::new(arena.clone())?);
-    let mut arenas = ARENAS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut arenas = lock(&ARENAS);
     check_free(env, &source)?;
     let allocator = OrtAllocator::register(env, source);
     let allocator = allocator.map_err(failed("register the allocator of a CUDA device"))?;
@@ -76,7 +77,7 @@ fn check_free(env: &Environment, source: &MemorySource) -> Result<(), OrtError> 
 /// Waits until the device has done all work on freed memory, so that it decays. An arena whose
 /// stream captures a graph is left as it is.
 pub(crate) fn wait_for_freed() {
-    let arenas = ARENAS.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let arenas = lock(&ARENAS).clone();
     for arena in arenas {
         let _ = arena.wait_for_pending();
     }

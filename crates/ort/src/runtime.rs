@@ -10,7 +10,7 @@
 use std::error::Error as _;
 use std::ffi::CStr;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use libloading::Library;
@@ -20,6 +20,7 @@ use lowtide::device::DeviceArena;
 use lowtide::heap::HostArena;
 use lowtide::memory::{Memory, MemoryError, ResourceBuilder};
 use lowtide::{BoxError, ByteSize, Cost};
+use lowtide_core::sync::lock;
 use ort::environment::Environment;
 use ort::session::builder::SessionBuilder;
 use ort::sys::OrtApiBase;
@@ -77,7 +78,7 @@ impl Runtime {
     }
 
     fn open_path(memory: &Memory, path: &Path, arena: Option<RunArena>) -> Result<Self, OrtError> {
-        let mut opened = ENVIRONMENT.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut opened = lock(&ENVIRONMENT);
         if opened.is_some() {
             return Err(OrtError::AlreadyOpen { path: path.to_owned() });
         }

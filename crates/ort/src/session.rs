@@ -16,6 +16,7 @@ use std::{fs, io};
 use lowtide::BoxError;
 use lowtide::config::Profile;
 use lowtide::memory::WeakMemory;
+use lowtide_core::sync::lock;
 use ort::environment::{Environment, ThreadManager};
 use ort::session::Session;
 use ort::session::builder::SessionBuilder;
@@ -37,7 +38,7 @@ impl LoadedSession {
     /// Waits for the end of other runs, and returns the session for one run. A run computes on this
     /// thread: in an async service, call it within `tokio::task::spawn_blocking`.
     pub fn lock(&self) -> MutexGuard<'_, Session> {
-        self.session.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.session)
     }
 
     /// Returns the number of its threads that run now, without those that call it.
@@ -294,7 +295,7 @@ impl PoolThreads {
 
     /// Returns the CPU time of its running threads. Zero if the system does not report it.
     pub(crate) fn cpu_time(&self) -> Duration {
-        let folders = self.0.folders.lock().unwrap_or_else(PoisonError::into_inner);
+        let folders = lock(&self.0.folders);
         let nanoseconds = folders.iter().filter_map(|folder| {
             let text = fs::read_to_string(folder.join("schedstat")).ok()?;
             text.split_whitespace().next()?.parse::<u64>().ok()
@@ -305,7 +306,7 @@ impl PoolThreads {
     /// Returns `true` if none of its threads runs or waits for a CPU, as far as the system reports
     /// it.
     pub(crate) fn are_asleep(&self) -> bool {
-        let folders = self.0.folders.lock().unwrap_or_else(PoisonError::into_inner);
+        let folders = lock(&self.0.folders);
         folders.len() == self.started()
             && folders.iter().all(|folder| {
                 let stat = fs::read_to_string(folder.join("stat")).unwrap_or_default();
@@ -333,10 +334,7 @@ impl ThreadManager for PoolThreads {
         let builder = Builder::new().name(self.0.name.clone()).stack_size(STACK);
         let thread = builder.spawn(move || {
             if let Ok(folder) = fs::read_link("/proc/thread-self") {
-                let folders = running.0.folders.lock();
-                folders
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .push(Path::new("/proc").join(folder));
+                lock(&running.0.folders).push(Path::new("/proc").join(folder));
             }
             work();
             drop(running);

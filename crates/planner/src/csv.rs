@@ -34,16 +34,8 @@ impl PlanError {
     }
 }
 
-/// Columns, in the order in which they are written.
+/// The names of columns.
 const COLUMNS: [&str; 8] = ["id", "lower", "upper", "size", "alignment", "offset", "hint", "gaps"];
-const ID: usize = 0;
-const LOWER: usize = 1;
-const UPPER: usize = 2;
-const SIZE: usize = 3;
-const ALIGNMENT: usize = 4;
-const OFFSET: usize = 5;
-const HINT: usize = 6;
-const GAPS: usize = 7;
 
 impl Problem {
     /// Reads a problem from a file or another reader, with buffering. If `is_inclusive`, the end of
@@ -145,75 +137,70 @@ fn written(gaps: &[Gap]) -> String {
 
 /// The index of each column.
 struct Columns {
-    at: [Option<usize>; COLUMNS.len()],
-    count: usize,
+    /// The names, in the order of the file.
+    names: Vec<&'static str>,
     is_inclusive: bool,
 }
 
 impl Columns {
     fn of(header: &str, is_inclusive: bool) -> Result<Self, PlanError> {
-        let mut columns = Self { at: [None; COLUMNS.len()], count: 0, is_inclusive };
+        let mut columns = Self { names: Vec::new(), is_inclusive };
         for name in header.split(',').map(str::trim) {
-            let which = match name {
-                "id" | "buffer" | "buffer_id" => ID,
-                "lower" | "begin" | "start" => LOWER,
-                "upper" => UPPER,
+            let known = match name {
+                "buffer" | "buffer_id" => Some("id"),
+                "begin" | "start" => Some("lower"),
                 "end" => {
                     columns.is_inclusive = true;
-                    UPPER
+                    Some("upper")
                 }
-                "size" => SIZE,
-                "alignment" => ALIGNMENT,
-                "offset" => OFFSET,
-                "hint" => HINT,
-                "gaps" => GAPS,
-                _ => {
-                    let expected = "id, lower, upper, size, alignment, offset, gaps";
-                    return Err(wrong("column", name, expected));
-                }
+                _ => COLUMNS.into_iter().find(|known| *known == name),
             };
-            if columns.at[which].replace(columns.count).is_some() {
+            let expected = "id, lower, upper, size, alignment, offset, gaps";
+            let known = known.ok_or_else(|| wrong("column", name, expected))?;
+            if columns.names.contains(&known) {
                 return Err(wrong("column", name, "each at most once"));
             }
-            columns.count += 1;
+            columns.names.push(known);
         }
-        let missing = [ID, LOWER, UPPER, SIZE].into_iter().find(|at| columns.at[*at].is_none());
-        if let Some(at) = missing {
-            return Err(wrong("header", header, format!("a column {}", COLUMNS[at])));
+        let mut needed = COLUMNS.into_iter().take(4);
+        match needed.find(|column| !columns.names.contains(column)) {
+            Some(missing) => Err(wrong("header", header, format!("a column {missing}"))),
+            None => Ok(columns),
         }
-        Ok(columns)
     }
 
     fn demand(&self, line: &str) -> Result<Demand, PlanError> {
         let values: Vec<&str> = line.split(',').map(str::trim).collect();
-        if values.len() != self.count {
+        if values.len() != self.names.len() {
             let found = values.len().to_string();
-            return Err(wrong("number of values", &found, self.count.to_string()));
+            return Err(wrong("number of values", &found, self.names.len().to_string()));
         }
-        let value = |column: usize| self.at[column].map_or("", |at| values[at]);
+        let value = |column: &str| {
+            let at = self.names.iter().position(|name| *name == column);
+            at.map_or("", |at| values[at])
+        };
         let step = |column| number::<i64>(value(column), column, "a whole number below 2^63");
         let bytes = |column| number::<u64>(value(column), column, "a number of bytes below 2^64");
         let bytes_or_none =
             |column| if value(column).is_empty() { Ok(None) } else { bytes(column).map(Some) };
-        let mut end = step(UPPER)?;
+        let mut end = step("upper")?;
         if self.is_inclusive {
             let expected = "a last step below 2^63 - 1";
-            end =
-                end.checked_add(1).ok_or_else(|| wrong(COLUMNS[UPPER], value(UPPER), expected))?;
+            end = end.checked_add(1).ok_or_else(|| wrong("upper", value("upper"), expected))?;
         }
-        let gaps = value(GAPS).split_ascii_whitespace().map(gap).collect::<Result<_, _>>()?;
-        let demand = Demand::new(value(ID), ByteSize::new(bytes(SIZE)?), step(LOWER)?..end);
-        let align = bytes_or_none(ALIGNMENT)?.unwrap_or(1);
-        Ok(Demand { align, gaps, offset: bytes_or_none(OFFSET)?, ..demand })
+        let gaps = value("gaps").split_ascii_whitespace().map(gap).collect::<Result<_, _>>()?;
+        let demand = Demand::new(value("id"), ByteSize::new(bytes("size")?), step("lower")?..end);
+        let align = bytes_or_none("alignment")?.unwrap_or(1);
+        Ok(Demand { align, gaps, offset: bytes_or_none("offset")?, ..demand })
     }
 }
 
 fn number<T: std::str::FromStr>(
     found: &str,
-    column: usize,
+    column: &'static str,
     expected: &'static str,
 ) -> Result<T, PlanError> {
-    found.parse().map_err(|_| wrong(COLUMNS[column], found, expected))
+    found.parse().map_err(|_| wrong(column, found, expected))
 }
 
 fn wrong(column: &'static str, found: &str, expected: impl Into<Cow<'static, str>>) -> PlanError {
@@ -222,7 +209,7 @@ fn wrong(column: &'static str, found: &str, expected: impl Into<Cow<'static, str
 
 /// `3-5` or `3-5@0:16`; steps may be negative.
 fn gap(text: &str) -> Result<Gap, PlanError> {
-    let wrong = || wrong(COLUMNS[GAPS], text, "gaps such as 3-5 or 3-5@0:16");
+    let wrong = || wrong("gaps", text, "gaps such as 3-5 or 3-5@0:16");
     let (steps, window) = match text.split_once('@') {
         Some((steps, window)) => (steps, Some(window)),
         None => (text, None),

@@ -119,11 +119,12 @@ impl Default for Layers {
 
 /// The options in force for one arena.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ArenaResolution {
-    /// The value for each key, in the order of [`ArenaKey::ALL`].
-    values: Vec<Effective>,
-    /// Options of the layers that are not in force.
-    conflicts: Vec<Conflict>,
+    /// The value in force for each key, in the order of [`ArenaKey::ALL`].
+    pub values: Vec<Effective>,
+    /// The options that are not in force, each with the value in force.
+    pub conflicts: Vec<Conflict>,
 }
 
 impl Layers {
@@ -203,18 +204,6 @@ impl ArenaResolution {
     #[must_use]
     pub fn get(&self, key: ArenaKey) -> &Effective {
         &self.values[key as usize]
-    }
-
-    /// Returns all values in force, in the order of [`ArenaKey::ALL`].
-    #[must_use]
-    pub fn values(&self) -> &[Effective] {
-        &self.values
-    }
-
-    /// Returns the options that are not in force, each with the value in force.
-    #[must_use]
-    pub fn conflicts(&self) -> &[Conflict] {
-        &self.conflicts
     }
 
     /// Returns a conflict for each of these options that is not in force. `wanted` returns what the

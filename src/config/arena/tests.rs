@@ -254,11 +254,11 @@ fn a_session_beside_a_shared_arena_counts_in_no_key_and_each_is_reported() {
     let resolution = layers([Some(session), Some(shared), None]).resolve().expect("resolved");
     let strategy = resolution.get(ArenaKey::ExtendStrategy);
     assert_eq!(strategy.source, ArenaSource::Default, "it does not mix with the shared options");
-    let found: Vec<_> = resolution.conflicts().iter().map(|one| (one.key, one.reason)).collect();
+    let found: Vec<_> = resolution.conflicts.iter().map(|one| (one.key, one.reason)).collect();
     // The third agrees with what is in force: no conflict.
     let (strategy, limit) = (ArenaKey::ExtendStrategy, ArenaKey::Limit);
     assert_eq!(found, [(strategy, SHARED_ARENA), (limit, SHARED_ARENA)]);
-    let [_, one] = resolution.conflicts() else { panic!("two") };
+    let [_, one] = &resolution.conflicts[..] else { panic!("two") };
     assert_eq!((one.wanted, one.wanted_by), (1, ArenaSource::Session));
     assert_eq!((one.effective.value, one.effective.source), (2, ArenaSource::Shared));
     assert_eq!(
@@ -273,7 +273,7 @@ fn a_replacement_says_which_values_it_overrules() {
     let shared: &[_] = &[("arena.max_mem", "2"), ("arena.initial_chunk_size_bytes", "9")];
     let resolution =
         layers([None, Some(shared), Some(&[("arena.max_mem", "3")])]).resolve().expect("resolved");
-    let [conflict] = resolution.conflicts() else { panic!("{:?}", resolution.conflicts()) };
+    let [conflict] = &resolution.conflicts[..] else { panic!("{:?}", resolution.conflicts) };
     assert_eq!((conflict.wanted_by, conflict.reason), (ArenaSource::Shared, REPLACED));
     let initial = resolution.get(ArenaKey::InitialBytes);
     assert_eq!((initial.value, initial.source), (9, ArenaSource::Shared), "untouched");
@@ -293,7 +293,7 @@ fn the_device_limit_bounds_the_arenas_and_says_so_only_where_somebody_wanted_mor
         let layers = limited(entries);
         assert_eq!(limit_in(&layers), ((value), source), "{entries:?}");
         let resolution = layers.resolve().expect("resolved");
-        let reasons: Vec<_> = resolution.conflicts().iter().map(|one| one.reason).collect();
+        let reasons: Vec<_> = resolution.conflicts.iter().map(|one| one.reason).collect();
         assert_eq!(reasons, vec![DEVICE_LIMIT; conflicts], "{entries:?}");
     }
 }
@@ -313,7 +313,7 @@ fn cudas_pool_is_refused_in_every_layer_also_where_another_overrules_it() {
 fn a_value_that_does_nothing_says_why_and_only_where_somebody_wrote_it() {
     let without = |entries: &[(&str, &str)]| -> Vec<ArenaKey> {
         let resolution = layers([Some(entries), None, None]).resolve().expect("resolved");
-        let idle = resolution.values().iter().filter(|value| value.without_effect.is_some());
+        let idle = resolution.values.iter().filter(|value| value.without_effect.is_some());
         idle.map(|value| value.key).collect()
     };
     assert_eq!(without(&[]), []);
@@ -391,14 +391,14 @@ fn what_the_device_could_not_give_is_a_conflict() {
     let asked = ArenaOptions::within(ByteSize::gib(8), Ok(Some(ByteSize::gib(4))), Backend::Host);
     let layers = Layers { shared: Some(asked.expect("lowered")), ..Layers::default() };
     let resolution = layers.resolve().expect("resolved");
-    let [conflict] = resolution.conflicts() else { panic!("{:?}", resolution.conflicts()) };
+    let [conflict] = &resolution.conflicts[..] else { panic!("{:?}", resolution.conflicts) };
     assert_eq!(conflict.reason, DEVICE_FULL);
     assert_eq!(conflict.wanted, ByteSize::gib(8).get());
     assert_eq!(resolution.limit(), ByteSize::mib(4096 - 256));
     // Where a replacement overrules it, that is the one conflict.
     let replacement = Some(keys(&[("arena.max_mem", "7")]));
     let resolution = Layers { replacement, ..layers }.resolve().expect("resolved");
-    let [conflict] = resolution.conflicts() else { panic!("{:?}", resolution.conflicts()) };
+    let [conflict] = &resolution.conflicts[..] else { panic!("{:?}", resolution.conflicts) };
     assert_eq!(conflict.reason, REPLACED);
 }
 
@@ -434,7 +434,7 @@ fn every_layer_is_in_force_or_in_one_conflict() {
             for (key, written) in options.iter().flat_map(|options| options.iter()) {
                 let effective = resolution.get(key);
                 let said = |one: &&Conflict| one.key == key && one.wanted_by == source;
-                let conflicts = resolution.conflicts().iter().filter(said).count();
+                let conflicts = resolution.conflicts.iter().filter(said).count();
                 let agrees = effective.value == written.value;
                 assert_eq!(conflicts, usize::from(!agrees), "{layers:?}: {resolution:?}");
             }

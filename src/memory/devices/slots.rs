@@ -240,7 +240,7 @@ impl ArenaSlot {
             }
             let opened = opened?;
             self.arenas.add(&opened, replaced.as_ref())?;
-            let report = ArenaReport::new(&resolution, resolution.conflicts().to_vec(), true);
+            let report = ArenaReport::new(&resolution, resolution.conflicts.clone(), true);
             let serving = Arc::new(ArenaGeneration { resolution, managed: opened });
             let old = state.serving.replace(serving);
             state.layers = layers;

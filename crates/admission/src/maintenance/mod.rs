@@ -565,7 +565,7 @@ impl Maintenance {
             let level = account.pressure.level;
             let due = self.policy.due(account.budget, level, now);
             let starts =
-                |&at: &usize| self.policy.step(at).is_some_and(|step| step.pace.start(now));
+                |&at: &usize| self.policy.steps.get(at).is_some_and(|step| step.pace.start(now));
             if let Some(step) = due.filter(starts) {
                 jobs.insert(Job::Reclaim { step });
             }

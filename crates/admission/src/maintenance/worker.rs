@@ -110,7 +110,7 @@ impl Worker {
             }
             Job::Reclaim { step } => {
                 let before = self.resources.releases_total();
-                let Some(step) = self.policy.step(step) else { return };
+                let Some(step) = self.policy.steps.get(step) else { return };
                 let budget = step.relieves;
                 let is_dear = step.starts_at >= Level::High;
                 let spared = if is_dear { self.purgeable(budget, now) } else { ByteSize::ZERO };
