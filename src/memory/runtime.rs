@@ -59,7 +59,7 @@ impl Memory {
     /// when the runtime ends; requests among it are logged, and are no error.
     ///
     /// ```no_run
-    /// # async fn main(app: axum::Router) -> Result<(), lowtide::BoxError> {
+    /// # async fn run(app: axum::Router) -> Result<(), lowtide::BoxError> {
     /// use std::time::Duration;
     ///
     /// let memory = lowtide::Memory::start()?;
