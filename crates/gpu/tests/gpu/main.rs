@@ -9,6 +9,7 @@ mod arena;
 mod chance;
 mod compact;
 mod contract;
+mod days;
 mod index;
 mod interop;
 mod ladder;
