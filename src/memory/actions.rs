@@ -14,7 +14,7 @@ use crate::metrics::names as name;
 use crate::metrics::process::ProcessReader;
 use crate::metrics::record::{self, HostPressure, MetricsWriter, label};
 use lowtide_admission::{
-    ClassStats, Level, MaintenanceActions, ReclaimerStats, SignalError, Trigger,
+    ClassStats, Job, Level, MaintenanceActions, ReclaimerStats, SignalError, Trigger,
 };
 use lowtide_heap::{self as heap, HostArenaStats};
 
@@ -74,79 +74,27 @@ impl MaintenanceActions for MaintenanceExecutor {
         self.shared.purge(trigger).released()
     }
 
-    #[cfg(feature = "device")]
-    fn decay_device(&mut self, now: Moment) {
-        self.shared.decay_devices(now);
-    }
-
-    fn decay_heap(&mut self) {
-        if let Err(error) = heap::decay_tick() {
-            self.shared.add_diagnostic(Diagnostic::warning("heap", error.to_string()));
-        }
-    }
-
-    #[cfg(feature = "device")]
-    fn sleep_device(&mut self, now: Moment) -> bool {
-        self.shared.sleep_next(now)
-    }
-
-    fn run_admin_task(&mut self) -> bool {
+    fn run(&mut self, job: Job, now: Moment) -> bool {
         let shared = Arc::clone(&self.shared);
-        shared.run_admin_task(|| self.purge(Trigger::Manual))
-    }
-
-    fn tend_fit(&mut self, now: Moment) {
-        self.shared.tend_fit(now);
-    }
-
-    #[cfg(feature = "device")]
-    fn sample_device(&mut self, now: Moment) {
-        self.shared.sample_devices(now);
-    }
-
-    fn report_exhaustion(&mut self) {
-        let exhausted = self.shared.state.is_exhausted();
-        if std::mem::replace(&mut self.exhausted, exhausted) != exhausted {
-            self.shared.report_exhaustion(exhausted);
-        }
-        let needs_restart = self.shared.state.needs_restart();
-        if !std::mem::replace(&mut self.needs_restart, needs_restart) && needs_restart {
-            self.shared.report_restart();
-        }
-    }
-
-    fn publish(&mut self, now: Moment) {
-        let upkeep = now >= self.hook_at;
-        if upkeep {
-            self.hook_at = now + HOOK_EVERY;
-        }
-        #[cfg(feature = "device")]
-        self.shared.maintain_devices(now);
-        let start = self.shared.clock.now();
-        let entered = Level::ALL.map(|level| self.shared.state.entered_total(level));
-        let published = Arc::new(Publication { snapshot: self.shared.snapshot(), entered });
-        let snapshot = &published.snapshot;
-        self.watch.see(&published, &self.shared.events);
-        snapshot.reclaimers.iter().for_each(|reclaimer| self.note_panic(reclaimer));
-        self.shared.history.add(snapshot.history_sample());
-        self.shared.flight.publish(snapshot);
-        self.add_quiet_time(now, snapshot);
-        // The figures of a detached `Memory` would mix with those of the process.
-        if self.shared.claim.is_attached {
-            self.check_mappings(now);
-            let to = self.shared.metrics();
-            if upkeep {
-                to.describe();
+        match job {
+            #[cfg(feature = "device")]
+            Job::DecayDevice => shared.decay_devices(now),
+            #[cfg(feature = "device")]
+            Job::SleepDevice => return shared.sleep_next(now),
+            #[cfg(feature = "device")]
+            Job::SampleDevice => shared.sample_devices(now),
+            Job::DecayHeap => {
+                if let Err(error) = heap::decay_tick() {
+                    shared.add_diagnostic(Diagnostic::warning("heap", error.to_string()));
+                }
             }
-            self.publish_snapshot(to, snapshot, now);
-            to.put(name::SAMPLER_LAST_RUN, &[], snapshot.since_epoch);
-            to.seconds(name::SAMPLER_SECONDS, &[], self.shared.clock.now() - start);
-            if upkeep {
-                #[cfg(feature = "prometheus")]
-                crate::metrics::prometheus::run_upkeep();
-                self.hook.iter_mut().for_each(|hook| hook());
-            }
+            Job::AdminTask => return shared.run_admin_task(|| self.purge(Trigger::Manual)),
+            Job::TendFit => shared.tend_fit(now),
+            Job::ReportExhaustion => self.report_exhaustion(),
+            Job::Publish => self.publish(now),
+            _ => {}
         }
+        false
     }
 }
 
@@ -197,6 +145,51 @@ impl MaintenanceExecutor {
             watch: Watch::default(),
             exhausted: false,
             needs_restart: false,
+        }
+    }
+
+    fn report_exhaustion(&mut self) {
+        let exhausted = self.shared.state.is_exhausted();
+        if std::mem::replace(&mut self.exhausted, exhausted) != exhausted {
+            self.shared.report_exhaustion(exhausted);
+        }
+        let needs_restart = self.shared.state.needs_restart();
+        if !std::mem::replace(&mut self.needs_restart, needs_restart) && needs_restart {
+            self.shared.report_restart();
+        }
+    }
+
+    fn publish(&mut self, now: Moment) {
+        let upkeep = now >= self.hook_at;
+        if upkeep {
+            self.hook_at = now + HOOK_EVERY;
+        }
+        #[cfg(feature = "device")]
+        self.shared.maintain_devices(now);
+        let start = self.shared.clock.now();
+        let entered = Level::ALL.map(|level| self.shared.state.entered_total(level));
+        let published = Arc::new(Publication { snapshot: self.shared.snapshot(), entered });
+        let snapshot = &published.snapshot;
+        self.watch.see(&published, &self.shared.events);
+        snapshot.reclaimers.iter().for_each(|reclaimer| self.note_panic(reclaimer));
+        self.shared.history.add(snapshot.history_sample());
+        self.shared.flight.publish(snapshot);
+        self.add_quiet_time(now, snapshot);
+        // The figures of a detached `Memory` would mix with those of the process.
+        if self.shared.claim.is_attached {
+            self.check_mappings(now);
+            let to = self.shared.metrics();
+            if upkeep {
+                to.describe();
+            }
+            self.publish_snapshot(to, snapshot, now);
+            to.put(name::SAMPLER_LAST_RUN, &[], snapshot.since_epoch);
+            to.seconds(name::SAMPLER_SECONDS, &[], self.shared.clock.now() - start);
+            if upkeep {
+                #[cfg(feature = "prometheus")]
+                crate::metrics::prometheus::run_upkeep();
+                self.hook.iter_mut().for_each(|hook| hook());
+            }
         }
     }
 

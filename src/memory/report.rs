@@ -84,7 +84,7 @@ impl MemoryHeap<'_> {
 
 impl Shared {
     pub(super) fn oldest_requests(&self) -> Vec<RequestMemory> {
-        self.here(|shared| shared.admission.state().large.oldest(LARGEST_MAX, shared.clock.now()))
+        self.here(|shared| shared.admission.state().oldest(LARGEST_MAX, shared.clock.now()))
     }
 }
 
@@ -151,8 +151,7 @@ impl<'a> MemoryReport<'a> {
     /// (`service::RequestPermit::memory`). Empty in a forked child.
     #[must_use]
     pub fn largest_requests(&self) -> Vec<RequestMemory> {
-        self.0
-            .here(|shared| shared.admission.state().large.largest(LARGEST_MAX, shared.clock.now()))
+        self.0.here(|shared| shared.admission.state().largest(LARGEST_MAX, shared.clock.now()))
     }
 
     /// Returns the running requests that were admitted first, the oldest first: at most 16, each

@@ -4,8 +4,8 @@
 //!
 //! The tower layer adds a request when it is measured to hold [`LARGE_MIN`] or more, and when it
 //! has reserved [`REGISTERED_MIN`] or has a time limit and its handler waits, so that small and
-//! quick requests cost nothing. Operators read the largest ([`LargeRequests::largest`]) and the
-//! oldest ([`LargeRequests::oldest`]). The registry has weak handles, which keep no request alive.
+//! quick requests cost nothing. Operators read the largest ([`AdmissionState::largest`]) and the
+//! oldest ([`AdmissionState::oldest`]). The registry has weak handles, which keep no request alive.
 //! Requests that have ended are removed when the registry is read, and from time to time when
 //! another is added.
 //!
@@ -32,6 +32,7 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
 use super::pressure::Level;
+use super::state::AdmissionState;
 use super::usage::NAME_MAX;
 
 /// A request that holds at least this much is registered. An estimate: well above what a small
@@ -156,7 +157,7 @@ lowtide_core::named_enum! {
 
 /// The registry of one admission.
 #[derive(Default)]
-pub struct LargeRequests {
+pub(super) struct LargeRequests {
     registry: Mutex<Registry>,
     /// The time of the last tick of the control loop, in nanoseconds.
     now: AtomicU64,
@@ -187,8 +188,6 @@ impl Registry {
         self.removals += 1;
     }
 }
-
-debug_as!(LargeRequests, |requests| now: requests.now());
 
 impl LargeRequests {
     /// Starts over.
@@ -229,29 +228,6 @@ impl LargeRequests {
         }
     }
 
-    /// Returns the `most` running requests that hold most memory, the largest first, among those
-    /// that hold at least [`LARGE_MIN`] and are measured. Allocates, and takes a lock for some
-    /// microseconds.
-    #[must_use]
-    pub fn largest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
-        let mut largest = self.running(now);
-        largest.retain(|request| request.live >= LARGE_MIN);
-        largest.sort_by_key(|request| std::cmp::Reverse(request.live));
-        largest.truncate(most);
-        largest
-    }
-
-    /// Returns the `most` running requests that were admitted first, the oldest first, among those
-    /// that have waited for something, and are measured and have reserved at least
-    /// [`REGISTERED_MIN`], or have a time limit. Costs as much as [`LargeRequests::largest`].
-    #[must_use]
-    pub fn oldest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
-        let mut oldest = self.running(now);
-        oldest.sort_by_key(|request| std::cmp::Reverse(request.age));
-        oldest.truncate(most);
-        oldest
-    }
-
     /// Returns the time since the oldest one was admitted, at the last tick.
     pub(super) fn oldest_age(&self) -> Duration {
         let registry = self.registry();
@@ -271,31 +247,6 @@ impl LargeRequests {
             request.describe(now, &mut described).then_some(described)
         };
         requests.iter().filter_map(describe).collect()
-    }
-
-    /// Describes the running requests that have reserved most memory, the largest first, among
-    /// those of [`LargeRequests::oldest`]: as many as `into` has places, and at most 16. Returns
-    /// their number. Allocates nothing if the texts in `into` have room.
-    pub fn largest_reserved(&self, into: &mut [RequestMemory], now: Moment) -> usize {
-        let mut top: [Option<(ByteSize, Arc<dyn LargeRequest>)>; TOP_MAX] = Default::default();
-        for request in self.each() {
-            let figures = request.figures().filter(|of| of.admitted_at.is_some());
-            let Some(RequestFigures { reserved, .. }) = figures else { continue };
-            let is_less =
-                |of: &Option<(ByteSize, _)>| of.as_ref().is_none_or(|(other, _)| *other < reserved);
-            let at = top.partition_point(|of| !is_less(of));
-            if let Some(places) = top.get_mut(at..).filter(|places| !places.is_empty()) {
-                places.rotate_right(1);
-                places[0] = Some((reserved, request));
-            }
-        }
-        let mut count = 0;
-        for (_, request) in top.iter().flatten() {
-            if let Some(place) = into.get_mut(count) {
-                count += usize::from(request.describe(now, place));
-            }
-        }
-        count
     }
 
     /// Suspends requests that wait for their clients, one after the other, while `is_short`.
@@ -382,6 +333,57 @@ impl LargeRequests {
     }
 }
 
+/// For reports.
+impl AdmissionState {
+    /// Returns the `most` running requests that hold most memory, the largest first, among those
+    /// that hold at least [`LARGE_MIN`] and are measured. Allocates, and takes a lock for some
+    /// microseconds.
+    #[must_use]
+    pub fn largest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
+        let mut largest = self.large.running(now);
+        largest.retain(|request| request.live >= LARGE_MIN);
+        largest.sort_by_key(|request| std::cmp::Reverse(request.live));
+        largest.truncate(most);
+        largest
+    }
+
+    /// Returns the `most` running requests that were admitted first, the oldest first, among those
+    /// that have waited for something, and are measured and have reserved at least
+    /// [`REGISTERED_MIN`], or have a time limit. Costs as much as [`AdmissionState::largest`].
+    #[must_use]
+    pub fn oldest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
+        let mut oldest = self.large.running(now);
+        oldest.sort_by_key(|request| std::cmp::Reverse(request.age));
+        oldest.truncate(most);
+        oldest
+    }
+
+    /// Describes the running requests that have reserved most memory, the largest first, among
+    /// those of [`AdmissionState::oldest`]: as many as `into` has places, and at most 16. Returns
+    /// their number. Allocates nothing if the texts in `into` have room.
+    pub fn largest_reserved(&self, into: &mut [RequestMemory], now: Moment) -> usize {
+        let mut top: [Option<(ByteSize, Arc<dyn LargeRequest>)>; TOP_MAX] = Default::default();
+        for request in self.large.each() {
+            let figures = request.figures().filter(|of| of.admitted_at.is_some());
+            let Some(RequestFigures { reserved, .. }) = figures else { continue };
+            let is_less =
+                |of: &Option<(ByteSize, _)>| of.as_ref().is_none_or(|(other, _)| *other < reserved);
+            let at = top.partition_point(|of| !is_less(of));
+            if let Some(places) = top.get_mut(at..).filter(|places| !places.is_empty()) {
+                places.rotate_right(1);
+                places[0] = Some((reserved, request));
+            }
+        }
+        let mut count = 0;
+        for (_, request) in top.iter().flatten() {
+            if let Some(place) = into.get_mut(count) {
+                count += usize::from(request.describe(now, place));
+            }
+        }
+        count
+    }
+}
+
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use std::sync::atomic::AtomicUsize;
@@ -424,12 +426,12 @@ mod tests {
     }
 
     /// Has ended, and is removed by another thread while the control loop looks at it.
-    struct Removed(Arc<LargeRequests>);
+    struct Removed(Arc<AdmissionState>);
 
     impl LargeRequest for Removed {
         fn figures(&self) -> Option<RequestFigures> {
             // Read by the registry, too.
-            if self.0.registry.try_lock().is_ok() {
+            if self.0.large.registry.try_lock().is_ok() {
                 assert!(self.0.largest(0, Moment::ORIGIN).is_empty());
             }
             None
@@ -449,20 +451,22 @@ mod tests {
     /// recorder.
     #[test]
     fn an_entry_that_is_no_request_takes_no_place_among_the_largest() {
-        let large = LargeRequests::default();
+        let state = AdmissionState::default();
+        let large = &state.large;
         (0..2 * TOP_MAX).for_each(|_| large.add(Arc::new(Timer), ByteSize::MAX));
         let only = request(LARGE_MIN.get());
         large.add(Arc::clone(&only) as Arc<dyn LargeRequest>, LARGE_MIN);
         let mut described = vec![RequestMemory::default(); TOP_MAX];
-        assert_eq!(large.largest_reserved(&mut described, Moment::ORIGIN), 1);
+        assert_eq!(state.largest_reserved(&mut described, Moment::ORIGIN), 1);
         assert_eq!(described[0].reserved, LARGE_MIN);
     }
 
     /// Bug: a request that was missed since another one was removed was never woken again.
     #[test]
     fn a_cancelled_request_that_was_missed_is_looked_for_again() {
-        let large = Arc::new(LargeRequests::default());
-        large.add(Arc::new(Removed(Arc::clone(&large))), ByteSize::ZERO);
+        let state = Arc::new(AdmissionState::default());
+        let large = &state.large;
+        large.add(Arc::new(Removed(Arc::clone(&state))), ByteSize::ZERO);
         let cancelled = request(LARGE_MIN.get());
         large.add(Arc::clone(&cancelled) as Arc<dyn LargeRequest>, LARGE_MIN);
         cancelled.cancel();
@@ -473,7 +477,8 @@ mod tests {
 
     #[test]
     fn of_more_requests_than_places_the_largest_are_registered() {
-        let large = LargeRequests::default();
+        let state = AdmissionState::default();
+        let large = &state.large;
         let more = LARGE_MAX as u64 + 500;
         let least = LARGE_MIN.get();
         let requests: Vec<_> = (least..least + more).map(request).collect();
@@ -485,14 +490,14 @@ mod tests {
             }
         }
         let live = |most| -> Vec<u64> {
-            large.largest(most, Moment::ORIGIN).iter().map(|of| of.live.get()).collect()
+            state.largest(most, Moment::ORIGIN).iter().map(|of| of.live.get()).collect()
         };
         let most = least + more;
         assert_eq!(live(usize::MAX), (least + 500..most).rev().collect::<Vec<_>>());
         assert_eq!(live(2), [most - 1, most - 2]);
         let mut described = vec![RequestMemory::default(); 20];
         let top = |into: &mut [RequestMemory]| -> Vec<u64> {
-            let count = large.largest_reserved(into, Moment::ORIGIN);
+            let count = state.largest_reserved(into, Moment::ORIGIN);
             into.iter().take(count).map(|of| of.reserved.get()).collect()
         };
         let largest = |count: u64| (most - count..most).rev().collect::<Vec<_>>();
@@ -506,7 +511,8 @@ mod tests {
     /// The bug: ended requests stayed in the registry, and each kept its account allocated.
     #[test]
     fn ended_requests_leave_the_registry_without_readers() {
-        let large = LargeRequests::default();
+        let state = AdmissionState::default();
+        let large = &state.large;
         for _ in 0..10 * LARGE_MAX {
             let ended = request(1 << 20);
             large.add(Arc::clone(&ended) as Arc<dyn LargeRequest>, ByteSize::mib(1));
@@ -520,7 +526,8 @@ mod tests {
     /// as long.
     #[test]
     fn a_full_registry_is_not_searched_for_each_further_request() {
-        let large = LargeRequests::default();
+        let state = AdmissionState::default();
+        let large = &state.large;
         let add = |request: &Arc<Request>| {
             large.add(Arc::clone(request) as Arc<dyn LargeRequest>, ByteSize::mib(1));
         };
@@ -539,7 +546,8 @@ mod tests {
 
     #[test]
     fn requests_are_suspended_in_turn_until_there_is_room() {
-        let large = LargeRequests::default();
+        let state = AdmissionState::default();
+        let large = &state.large;
         let requests = [5, 6, 7, 8].map(request);
         for request in &requests {
             large.add(Arc::clone(request) as Arc<dyn LargeRequest>, ByteSize::new(5));
@@ -551,7 +559,8 @@ mod tests {
 
     #[test]
     fn at_critical_the_furthest_above_its_claim_goes_first_and_one_at_a_time() {
-        let large = LargeRequests::default();
+        let state = AdmissionState::default();
+        let large = &state.large;
         large.begin();
         let mib = ByteSize::mib(1).get();
         let requests = [2 * mib, 7 * mib, 5 * mib, 1000].map(request);

@@ -102,7 +102,7 @@ pub use usage::MemoryUsage;
 /// load. Other programs do not need it.
 pub mod layer {
     pub use crate::large::{
-        GRACE, LARGE_MIN, LargeRequest, LargeRequests, REGISTERED_MIN, RequestFigures, SLOW_AFTER,
+        GRACE, LARGE_MIN, LargeRequest, REGISTERED_MIN, RequestFigures, SLOW_AFTER,
     };
     pub use crate::maintenance::{REPORT_WINDOW, SHED_SHOWN, mean_weight};
     pub use crate::permit::Waiting;

@@ -68,7 +68,7 @@ pub struct AdmissionState {
     /// `true` if device memory is host memory: device bytes are reserved in the host's ledger.
     pub(super) unified: AtomicBool,
     /// The running requests that have reserved much.
-    pub large: LargeRequests,
+    pub(super) large: LargeRequests,
     /// The memory of measured requests by route: at most 65 routes.
     pub routes: Usages,
     /// The same by tenant: at most 33.

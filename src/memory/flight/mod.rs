@@ -289,7 +289,7 @@ impl FlightRecorder {
         self.samples.push_back(self.looked);
         let shared = &*self.shared;
         self.permits_now =
-            shared.admission.state().large.largest_reserved(&mut self.permits, shared.clock.now());
+            shared.admission.state().largest_reserved(&mut self.permits, shared.clock.now());
     }
 
     /// Writes everything, and a look after the last sample.

@@ -33,37 +33,12 @@ pub trait MaintenanceActions: Send {
     /// Purges the host's heap, and returns the bytes released.
     fn purge(&mut self, trigger: Trigger) -> ByteSize;
 
-    /// Releases device memory whose decay time has passed. Default: nothing.
-    fn decay_device(&mut self, _now: Moment) {}
-
-    /// Releases heap memory whose decay time has passed. Default: nothing.
-    fn decay_heap(&mut self) {}
-
-    /// Puts the device arena to sleep that has been idle for longest, and only that one. Returns
-    /// `true` if more are due. Default: nothing.
-    fn sleep_device(&mut self, _now: Moment) -> bool {
+    /// Runs a job for which the worker has nothing: those of devices, decay, admin tasks, the fit in
+    /// force, exhaustion and metrics. Returns `true` if more of its kind are due, which then run
+    /// one at a time, after more urgent jobs. Default: nothing.
+    fn run(&mut self, _job: Job, _now: Moment) -> bool {
         false
     }
-
-    /// Runs one admin task. Returns `true` if more are pending. Default: nothing.
-    fn run_admin_task(&mut self) -> bool {
-        false
-    }
-
-    /// Decides on the fit in force, and unloads resources for it. Default: nothing.
-    fn tend_fit(&mut self, _now: Moment) {}
-
-    /// Samples the free memory of the device, and releases idle memory if it is low. Default:
-    /// nothing.
-    fn sample_device(&mut self, _now: Moment) {}
-
-    /// Reports that memory that no request owns leaves no room for requests, or no longer does
-    /// ([`PressureState::is_exhausted`]), and that the process needs a restart
-    /// ([`PressureState::needs_restart`]). Default: nothing.
-    fn report_exhaustion(&mut self) {}
-
-    /// Publishes metrics. Default: nothing.
-    fn publish(&mut self, _now: Moment) {}
 }
 
 /// The worker's state, created by [`Maintenance::worker`].
@@ -125,23 +100,13 @@ impl Worker {
                 let unloaded = self.resources.unload_due(now);
                 self.purge_after_unload(unloaded > 0);
             }
-            Job::DecayDevice => self.hands.decay_device(now),
-            Job::DecayHeap => self.hands.decay_heap(),
-            // One at a time: a more urgent job that arrived meanwhile runs before the next.
-            Job::SleepDevice if self.hands.sleep_device(now) => {
-                self.state.post(Job::SleepDevice);
-            }
-            // The same here.
-            Job::AdminTask if self.hands.run_admin_task() => self.state.post(Job::AdminTask),
-            Job::SleepDevice | Job::AdminTask => {}
-            Job::TendFit => {
+            _ => {
                 let before = self.resources.releases_total();
-                self.hands.tend_fit(now);
+                if self.hands.run(job, now) {
+                    self.state.post(job);
+                }
                 self.purge_after_unload(self.resources.releases_total() > before);
             }
-            Job::SampleDevice => self.hands.sample_device(now),
-            Job::Publish => self.hands.publish(now),
-            Job::ReportExhaustion => self.hands.report_exhaustion(),
         }
     }
 
@@ -301,7 +266,10 @@ mod tests {
             ByteSize::ZERO
         }
 
-        fn sleep_device(&mut self, _: Moment) -> bool {
+        fn run(&mut self, job: Job, _: Moment) -> bool {
+            if job != Job::SleepDevice {
+                return false;
+            }
             let mut world = lock(&self.0);
             world.done.push("sleep");
             world.due -= 1;

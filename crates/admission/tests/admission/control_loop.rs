@@ -89,16 +89,17 @@ impl MaintenanceActions for FakeHands {
         })
     }
 
-    fn decay_device(&mut self, _: Moment) {
-        self.0.with(|memory| {
-            memory.decayed += 1;
-            memory.in_background = lowtide_core::sync::is_background();
-            memory.sample.device_decay_due = None;
+    fn run(&mut self, job: Job, _: Moment) -> bool {
+        self.0.with(|memory| match job {
+            Job::DecayDevice => {
+                memory.decayed += 1;
+                memory.in_background = lowtide_core::sync::is_background();
+                memory.sample.device_decay_due = None;
+            }
+            Job::Publish => memory.published += 1,
+            _ => {}
         });
-    }
-
-    fn publish(&mut self, _: Moment) {
-        self.0.with(|memory| memory.published += 1);
+        false
     }
 }
 

@@ -200,8 +200,6 @@ fn a_job_that_threw_what_panics_when_dropped_ended_the_worker() {
         fn purge(&mut self, _: Trigger) -> ByteSize {
             panic_any(Bomb)
         }
-
-        fn decay_device(&mut self, _: lowtide_admission::clock::Moment) {}
     }
     struct Still;
     impl Sensor for Still {

@@ -379,12 +379,13 @@ impl MaintenanceActions for Does {
         self.0.upgrade().map_or(ByteSize::ZERO, |world| world.purge(trigger))
     }
 
-    fn decay_device(&mut self, _: Moment) {}
-
-    fn tend_fit(&mut self, now: Moment) {
-        if let Some(world) = self.0.upgrade() {
+    fn run(&mut self, job: Job, now: Moment) -> bool {
+        if job == Job::TendFit
+            && let Some(world) = self.0.upgrade()
+        {
             world.tend_fit(now);
         }
+        false
     }
 }
 
