@@ -3,7 +3,6 @@
 //! It asks the state that it shares with the two threads (`shared`), and ends these. What it does
 //! with device arenas, resources, admin tasks and a runtime is in the modules of those.
 
-use std::fmt;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -216,8 +215,4 @@ impl Memory {
     }
 }
 
-impl fmt::Debug for Memory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.shared.fmt(f)
-    }
-}
+lowtide_core::debug_as!(Memory, |memory| shared: memory.0.shared);

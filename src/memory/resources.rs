@@ -7,7 +7,6 @@
 //! Invariant: a registered resource is unloaded by the worker, and its memory is reserved in the
 //! ledgers. Memory of a reclaimer is not.
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -211,11 +210,7 @@ impl<T: Send + Sync + 'static> ResourceBuilder<T> {
     }
 }
 
-impl<T: Send + Sync + 'static> fmt::Debug for ResourceBuilder<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.builder.fmt(f)
-    }
-}
+lowtide_core::debug_as!([T: Send + Sync + 'static] ResourceBuilder<T>, |it| builder: it.builder);
 
 #[cfg(feature = "device")]
 impl Memory {

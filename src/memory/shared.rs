@@ -5,7 +5,6 @@
 //!
 //! Invariant: `purges[t]` counts each purge of trigger `t` once, when it has ended.
 
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -393,14 +392,8 @@ impl Shared {
     }
 }
 
-impl fmt::Debug for Shared {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Memory")
-            .field("profile", &self.config.profile.value)
-            .field("level", &self.state.level(Budget::Host))
-            .finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!(Shared, |shared|
+    profile: shared.config.profile.value, level: shared.state.level(Budget::Host));
 
 /// Returns the named arenas, as of the last refresh of jemalloc's statistics.
 fn heap_arenas() -> Vec<(String, HostArenaStats)> {

@@ -498,11 +498,7 @@ impl<E> Clone for MemoryLayer<E> {
     }
 }
 
-impl<E> fmt::Debug for MemoryLayer<E> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MemoryLayer").finish_non_exhaustive()
-    }
-}
+lowtide_core::debug_as!([E] MemoryLayer<E>, |layer| max_wait: layer.settings.max_wait);
 
 impl Memory {
     /// Returns a layer that admits requests by the length of their body, with the default of
@@ -644,8 +640,12 @@ impl<E: Estimate> MemoryLayer<E> {
         head.extensions.insert(permit.clone());
         let request = Request::from_parts(head, RequestBody::new(body, &permit));
         let future = permit.measure(|| inner.call(request));
-        let (future, settings) = (Scoped::new(future, Some(permit)), Arc::clone(&self.settings));
-        RequestState::Admitted { future, settings, cancelled_at: None, place: QueuePlace::NONE }
+        self.running(Scoped::new(future, Some(permit)))
+    }
+
+    fn running<S, F, Q>(&self, future: Scoped<F>) -> RequestState<S, E, F, Q> {
+        let (settings, place) = (Arc::clone(&self.settings), QueuePlace::NONE);
+        RequestState::Admitted { future, settings, cancelled_at: None, place }
     }
 
     /// Rejects a request: its body is read, and then it is answered.
@@ -865,14 +865,7 @@ where
         if self.layer.has_admitted(&head) {
             let request = Request::from_parts(head, RequestBody::passed(body));
             let future = Scoped::new(self.inner.call(request), None);
-            let settings = Arc::clone(&self.layer.settings);
-            let state = RequestState::Admitted {
-                future,
-                settings,
-                cancelled_at: None,
-                place: QueuePlace::NONE,
-            };
-            return ResponseFuture { state };
+            return ResponseFuture { state: self.layer.running(future) };
         }
         let length = note_length(&mut head, &body);
         let state = match self.layer.admit(&head, &body, length, None, false) {

@@ -537,7 +537,7 @@ mod tests {
         let mut permit =
             admission.try_reserve_resource(Cost::host(ByteSize::mib(80))).expect("counts once");
         assert_eq!(admission.stats(), AdmissionStats::default());
-        permit.settle();
+        permit.settle_at(Cost::ZERO);
         assert!(permit.grow(ByteSize::new(1)).is_err());
         permit.shrink(ByteSize::new(1));
         assert_eq!(permit.cost(), Cost::host(ByteSize::mib(80)));

@@ -308,7 +308,7 @@ impl HostBudget for HostRoom {
 
     fn settle(&self, reserved: &mut (dyn Any + Send)) {
         if let Some(permit) = reserved.downcast_mut::<Permit>() {
-            permit.settle();
+            permit.settle_at(Cost::ZERO);
         }
     }
 }

@@ -115,18 +115,13 @@ impl RequestPermit {
     #[cold]
     pub(in crate::service) fn goes_on(&self) -> bool {
         let now = self.0.owner().state.last_tick();
-        let before = {
-            let mut held = self.held();
-            let before = held.lasts;
-            if before == Lasts::No {
-                held.lasts = Lasts::Since(now);
-            }
-            before
-        };
-        if before == Lasts::No {
-            // Operators look for what lasts long.
-            self.register();
+        let mut held = self.held();
+        if held.lasts == Lasts::No {
+            held.lasts = Lasts::Since(now);
         }
+        drop(held);
+        // Operators look for what lasts long.
+        self.register();
         let RequestTerms { reports, resumes, .. } = self.terms();
         !reports || resumes.is_none() || self.tend_stream(now)
     }

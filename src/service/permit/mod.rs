@@ -32,7 +32,7 @@ use crate::bytes::ByteSize;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{MutexGuard, lock};
 use lowtide_admission::layer::{LARGE_MIN, Turn};
-use lowtide_admission::learning::{GROWS_LATE, SlowStartPermit};
+use lowtide_admission::learning::{Compared, GROWS_LATE, SlowStartPermit};
 use lowtide_admission::{Admission, Rejected};
 use lowtide_heap::{Account, AccountMemory, unmeasured};
 
@@ -219,17 +219,12 @@ impl RequestPermit {
             self.register();
         }
         if let Some(cap) = admitted.terms.cap.filter(|_| admitted.state.is_short()) {
-            let most = self.expected().scaled(cap).max(CAP_MIN);
+            let need = self.held().holds.need.as_ref().map_or(ByteSize::ZERO, Compared::expected);
+            let most = need.max(admitted.claim()).scaled(cap).max(CAP_MIN);
             if live > most {
                 self.cancel(most);
             }
         }
-    }
-
-    /// Returns the most that the request was expected to hold.
-    fn expected(&self) -> ByteSize {
-        let (held, claim) = (self.held(), self.0.owner().claim());
-        held.holds.need.as_ref().map_or(claim, |need| need.expected().max(claim))
     }
 
     /// Returns the head of the request for an answer: its method, version and content type, and its
@@ -469,7 +464,7 @@ impl Drop for ReserveGuard<'_> {
     }
 }
 
-lowtide_admission::debug_as!(RequestPermit, |permit| reserved: permit.reserved(), memory: permit.memory());
+lowtide_core::debug_as!(RequestPermit, |permit| reserved: permit.reserved(), memory: permit.memory());
 
 /// Adds to a counter, unless it would exceed `most`.
 fn add_up_to(counter: &AtomicU64, bytes: ByteSize, most: ByteSize) -> bool {

@@ -7,7 +7,6 @@
 //! has none.
 
 use std::collections::VecDeque;
-use std::fmt;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -355,12 +354,8 @@ impl Default for Resources {
     }
 }
 
-impl fmt::Debug for Resources {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let names: Vec<_> = self.all().iter().map(|resource| resource.name().to_owned()).collect();
-        f.debug_list().entries(names).finish()
-    }
-}
+debug_as!(Resources, |it|
+    names: it.all().iter().map(|resource| resource.name().to_owned()).collect::<Vec<_>>());
 
 /// Not kept alive, and not asked in a forked child.
 impl EvictionSource for Weak<Members> {
