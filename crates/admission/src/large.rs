@@ -4,8 +4,8 @@
 //!
 //! The tower layer adds a request when it is measured to hold [`LARGE_MIN`] or more, and when it
 //! has reserved [`REGISTERED_MIN`] or has a time limit and its handler waits, so that small and
-//! quick requests cost nothing. Operators read the largest ([`AdmissionState::largest`]) and the
-//! oldest ([`AdmissionState::oldest`]). The registry has weak handles, which keep no request alive.
+//! quick requests cost nothing. Operators read the largest ([`largest`](super::state::AdmissionState::largest)) and the
+//! oldest ([`oldest`](super::state::AdmissionState::oldest)). The registry has weak handles, which keep no request alive.
 //! Requests that have ended are removed when the registry is read, and from time to time when
 //! another is added.
 //!
@@ -32,7 +32,6 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
 use super::pressure::Level;
-use super::state::AdmissionState;
 use super::usage::NAME_MAX;
 
 /// A request that holds at least this much is registered. An estimate: well above what a small
@@ -57,7 +56,7 @@ const TIME_CHECKED_EVERY: Duration = Duration::from_millis(100);
 const SWEPT_MIN: usize = 64;
 
 /// The maximum number of requests that are described without allocations.
-const TOP_MAX: usize = 16;
+pub(super) const TOP_MAX: usize = 16;
 
 /// A full registry is searched for one of so many requests that are no larger than its smallest. An
 /// estimate: a search takes as long as some requests.
@@ -236,7 +235,7 @@ impl LargeRequests {
         admitted.map_or(Duration::ZERO, |at| self.now() - at)
     }
 
-    fn running(&self, now: Moment) -> Vec<RequestMemory> {
+    pub(super) fn running(&self, now: Moment) -> Vec<RequestMemory> {
         let requests = {
             let mut registry = self.registry();
             registry.remove_ended();
@@ -256,7 +255,7 @@ impl LargeRequests {
 
     /// Returns each request in turn, without the lock. If another thread removes one meanwhile,
     /// another one may be missed.
-    fn each(&self) -> impl Iterator<Item = Arc<dyn LargeRequest>> + '_ {
+    pub(super) fn each(&self) -> impl Iterator<Item = Arc<dyn LargeRequest>> + '_ {
         (0..LARGE_MAX).map_while(|at| self.registry().requests.get(at).map(Arc::clone))
     }
 
@@ -333,62 +332,12 @@ impl LargeRequests {
     }
 }
 
-/// For reports.
-impl AdmissionState {
-    /// Returns the `most` running requests that hold most memory, the largest first, among those
-    /// that hold at least [`LARGE_MIN`] and are measured. Allocates, and takes a lock for some
-    /// microseconds.
-    #[must_use]
-    pub fn largest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
-        let mut largest = self.large.running(now);
-        largest.retain(|request| request.live >= LARGE_MIN);
-        largest.sort_by_key(|request| std::cmp::Reverse(request.live));
-        largest.truncate(most);
-        largest
-    }
-
-    /// Returns the `most` running requests that were admitted first, the oldest first, among those
-    /// that have waited for something, and are measured and have reserved at least
-    /// [`REGISTERED_MIN`], or have a time limit. Costs as much as [`AdmissionState::largest`].
-    #[must_use]
-    pub fn oldest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
-        let mut oldest = self.large.running(now);
-        oldest.sort_by_key(|request| std::cmp::Reverse(request.age));
-        oldest.truncate(most);
-        oldest
-    }
-
-    /// Describes the running requests that have reserved most memory, the largest first, among
-    /// those of [`AdmissionState::oldest`]: as many as `into` has places, and at most 16. Returns
-    /// their number. Allocates nothing if the texts in `into` have room.
-    pub fn largest_reserved(&self, into: &mut [RequestMemory], now: Moment) -> usize {
-        let mut top: [Option<(ByteSize, Arc<dyn LargeRequest>)>; TOP_MAX] = Default::default();
-        for request in self.large.each() {
-            let figures = request.figures().filter(|of| of.admitted_at.is_some());
-            let Some(RequestFigures { reserved, .. }) = figures else { continue };
-            let is_less =
-                |of: &Option<(ByteSize, _)>| of.as_ref().is_none_or(|(other, _)| *other < reserved);
-            let at = top.partition_point(|of| !is_less(of));
-            if let Some(places) = top.get_mut(at..).filter(|places| !places.is_empty()) {
-                places.rotate_right(1);
-                places[0] = Some((reserved, request));
-            }
-        }
-        let mut count = 0;
-        for (_, request) in top.iter().flatten() {
-            if let Some(place) = into.get_mut(count) {
-                count += usize::from(request.describe(now, place));
-            }
-        }
-        count
-    }
-}
-
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use std::sync::atomic::AtomicUsize;
 
     use super::*;
+    use crate::state::AdmissionState;
 
     /// A request that holds so much, claimed nothing, and ends only if a test lets it.
     struct Request(AtomicU64, AtomicBool, AtomicUsize);

@@ -23,7 +23,9 @@ use lowtide_core::clock::{Bell, Moment};
 use super::correction::K_START;
 use super::cost::{Budget, Cost, Priority, RejectReason, Rejected};
 use super::eviction::{Eviction, Evictor, Patience, RetryHint};
-use super::large::{LargeRequest, LargeRequests};
+use super::large::{
+    LARGE_MIN, LargeRequest, LargeRequests, RequestFigures, RequestMemory, TOP_MAX,
+};
 use super::learning::LASTS;
 use super::ledger::{Booked, InsufficientBudget, Ledger, Reservation, ResourceHold};
 use super::permit::{Permit, Waiting};
@@ -953,6 +955,57 @@ impl AdmissionState {
     pub fn register(&self, request: Arc<dyn LargeRequest>) {
         let reserved = request.figures().map_or(ByteSize::ZERO, |of| of.reserved);
         self.large.add(request, reserved);
+    }
+}
+
+/// For reports.
+impl AdmissionState {
+    /// Returns the `most` running requests that hold most memory, the largest first, among those
+    /// that hold at least [`LARGE_MIN`] and are measured. Allocates, and takes a lock for some
+    /// microseconds.
+    #[must_use]
+    pub fn largest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
+        let mut largest = self.large.running(now);
+        largest.retain(|request| request.live >= LARGE_MIN);
+        largest.sort_by_key(|request| std::cmp::Reverse(request.live));
+        largest.truncate(most);
+        largest
+    }
+
+    /// Returns the `most` running requests that were admitted first, the oldest first, among those
+    /// that have waited for something, and are measured and have reserved at least
+    /// [`REGISTERED_MIN`], or have a time limit. Costs as much as [`AdmissionState::largest`].
+    #[must_use]
+    pub fn oldest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
+        let mut oldest = self.large.running(now);
+        oldest.sort_by_key(|request| std::cmp::Reverse(request.age));
+        oldest.truncate(most);
+        oldest
+    }
+
+    /// Describes the running requests that have reserved most memory, the largest first, among
+    /// those of [`AdmissionState::oldest`]: as many as `into` has places, and at most 16. Returns
+    /// their number. Allocates nothing if the texts in `into` have room.
+    pub fn largest_reserved(&self, into: &mut [RequestMemory], now: Moment) -> usize {
+        let mut top: [Option<(ByteSize, Arc<dyn LargeRequest>)>; TOP_MAX] = Default::default();
+        for request in self.large.each() {
+            let figures = request.figures().filter(|of| of.admitted_at.is_some());
+            let Some(RequestFigures { reserved, .. }) = figures else { continue };
+            let is_less =
+                |of: &Option<(ByteSize, _)>| of.as_ref().is_none_or(|(other, _)| *other < reserved);
+            let at = top.partition_point(|of| !is_less(of));
+            if let Some(places) = top.get_mut(at..).filter(|places| !places.is_empty()) {
+                places.rotate_right(1);
+                places[0] = Some((reserved, request));
+            }
+        }
+        let mut count = 0;
+        for (_, request) in top.iter().flatten() {
+            if let Some(place) = into.get_mut(count) {
+                count += usize::from(request.describe(now, place));
+            }
+        }
+        count
     }
 }
 

@@ -34,47 +34,38 @@ const PATHS: [(&str, &str, usize); 5] = [
 
 /// Counts the functions and files that one allocation of committed memory runs.
 pub(super) fn measure_warm() -> Result<Vec<Figure>, String> {
-    let [functions, files] = counts("warm")?;
-    Ok(vec![figure("warm.functions", functions, "functions"), figure("warm.files", files, "files")])
+    Ok(figures_of("warm.functions", "warm.files", &run(&build_debug()?, "warm", 1)?))
 }
 
 /// Counts the functions and files that one drop to the state of the arena runs.
 pub(super) fn measure_drop() -> Result<Vec<Figure>, String> {
-    let [functions, files] = counts("drop")?;
-    Ok(vec![figure("drop.functions", functions, "functions"), figure("drop.files", files, "files")])
+    Ok(figures_of("drop.functions", "drop.files", &run(&build_debug()?, "drop", 1)?))
 }
 
 /// Counts the functions and files that a request runs from its head to the end of its answer.
 pub(super) fn measure_request() -> Result<Vec<Figure>, String> {
-    let file = tree::root().join("target/figures/request.out");
+    let file = tree::root().join("target/request.out");
     let runner = format!(
         "target.'cfg(all())'.runner=['valgrind','--tool=callgrind','--quiet',\
          '--collect-atstart=no','--toggle-collect=requests::measured','--callgrind-out-file={}']",
         file.display()
     );
-    fs::create_dir_all(file.with_file_name("")).map_err(|error| error.to_string())?;
     let bench = cargo("bench --locked --quiet --profile dev --bench requests --config").arg(runner);
     bench.words("-- --be request").run()?;
     let text = fs::read_to_string(&file).map_err(|error| error.to_string())?;
-    let [functions, files] = counts_of("a request", &text);
-    Ok(vec![
-        figure("request.functions", functions, "functions"),
-        figure("request.files", files, "files"),
-    ])
+    Ok(figures_of("request.functions", "request.files", &text))
 }
 
-/// Counts the functions and the files of this repository that a path runs in a debug build.
-fn counts(path: &str) -> Result<[f64; 2], String> {
-    let program = build("new", &tree::root(), "dev")?;
-    Ok(counts_of(path, &run(&program, path, 1)?))
+fn build_debug() -> Result<PathBuf, String> {
+    build("new", &tree::root(), "dev")
 }
 
-fn counts_of(path: &str, text: &str) -> [f64; 2] {
+/// Counts the functions and the files of this repository that a path ran in a debug build.
+fn figures_of(functions: &'static str, files: &'static str, text: &str) -> Vec<Figure> {
     let own = own_functions(text);
-    let files: BTreeSet<_> = own.iter().map(|(file, _)| file).collect();
-    eprintln!("  functions of {path}:");
+    let of: BTreeSet<_> = own.iter().map(|(file, _)| file).collect();
     own.iter().for_each(|(file, name)| eprintln!("    {file}: {name}"));
-    [count(own.len()), count(files.len())]
+    vec![figure(functions, count(own.len()), "functions"), figure(files, count(of.len()), "files")]
 }
 
 /// Returns the functions from files of the repository's packages, each with its file.
