@@ -4,8 +4,9 @@
 //!
 //! The tower layer adds a request when it is measured to hold [`LARGE_MIN`] or more, and when it
 //! has reserved [`REGISTERED_MIN`] or has a time limit and its handler waits, so that small and
-//! quick requests cost nothing. Operators read the largest ([`largest`](super::state::AdmissionState::largest)) and the
-//! oldest ([`oldest`](super::state::AdmissionState::oldest)). The registry has weak handles, which keep no request alive.
+//! quick requests cost nothing. Operators read the [largest](super::state::AdmissionState::largest)
+//! and the [oldest](super::state::AdmissionState::oldest). The registry has weak handles, which keep
+//! no request alive.
 //! Requests that have ended are removed when the registry is read, and from time to time when
 //! another is added.
 //!
