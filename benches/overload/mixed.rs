@@ -6,9 +6,9 @@
 //! one with which the service survives each of some runs. Clients send their next request when the
 //! last one was answered, after a pause. The first mix is fixed, the others are drawn by the seed.
 
+use std::iter::zip;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use axum::extract::{DefaultBodyLimit, State};
@@ -70,14 +70,7 @@ impl Mix {
 pub(crate) async fn serve(limit: Option<usize>) -> Result<(), BoxError> {
     let mut large = Router::new().route("/ingest", post(ingest)).route("/upload", post(upload));
     let mut app = Router::new().route("/small", post(small));
-    let loads = Arc::new(AtomicU64::new(0));
-    let load = {
-        let loads = Arc::clone(&loads);
-        move || {
-            loads.fetch_add(1, Ordering::Relaxed);
-            vec![1_u8; MODEL]
-        }
-    };
+    let load = || vec![1_u8; MODEL];
     let memory = if let Some(limit) = limit {
         large = large.layer(GlobalConcurrencyLimitLayer::new(limit));
         let model = OnceLock::new();
@@ -87,14 +80,14 @@ pub(crate) async fn serve(limit: Option<usize>) -> Result<(), BoxError> {
         let memory = Memory::start()?;
         let model = memory.managed("model", move || Ok(load()));
         let model = model.cost(Cost::host(ByteSize::of(MODEL))).register()?;
-        app = app.route("/embed", post(embed).with_state(model));
+        let routes = Router::new().route("/embed", post(embed)).route("/loads", get(loads));
+        app = app.merge(routes.with_state(model));
         Some(memory)
     };
     app = app.merge(large).layer(DefaultBodyLimit::disable());
     if let Some(memory) = &memory {
         app = app.layer(memory.layer());
     }
-    let app = app.route("/loads", get(async move || loads.load(Ordering::Relaxed).to_string()));
     common::listen(app).await
 }
 
@@ -121,33 +114,23 @@ async fn embed(State(model): State<Managed<Vec<u8>>>) -> Result<String, StatusCo
     Ok(sum(&model))
 }
 
+async fn loads(State(model): State<Managed<Vec<u8>>>) -> String {
+    model.stats().loads_ok_total.to_string()
+}
+
 /// An answer: its class, its status, its time in milliseconds and the bytes of the request.
 type Answer = (&'static str, Option<StatusCode>, f64, usize);
 
 /// What came of a run.
 struct Outcome {
-    answers: Vec<Answer>,
-    /// The seconds of CPU of the service.
-    cpu: f64,
+    /// The MiB of bodies served, p50 and p99 of small requests in milliseconds, and the seconds of
+    /// CPU of the service for each MiB.
+    values: [f64; 4],
+    /// Large requests that were rejected, and uploads of slow clients that failed.
+    rejected: u64,
+    lost: u64,
     loads: u64,
     kills: u64,
-}
-
-impl Outcome {
-    /// Returns the MiB of bodies served.
-    fn served(&self) -> f64 {
-        let served = self.answers.iter().filter(|answer| answer.1 == Some(StatusCode::OK));
-        count(served.map(|answer| answer.3 as u64).sum()) / f64::from(1 << 20)
-    }
-
-    fn small(&self, part: f64) -> f64 {
-        let small = self.answers.iter().filter(|answer| answer.0 == "small");
-        quantile(&small.map(|answer| answer.2).collect::<Vec<_>>(), part)
-    }
-
-    fn count(&self, is_it: impl Fn(&Answer) -> bool) -> u64 {
-        self.answers.iter().filter(|answer| is_it(answer)).count() as u64
-    }
 }
 
 /// Sends the load to one of the services.
@@ -163,11 +146,20 @@ fn run_once(base: &Cell, mix: Mix, limit: Option<usize>) -> Result<Outcome, BoxE
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let answers = runtime.block_on(offer(to, mix));
     let nanos = process::threads(service.child.id()).unwrap_or_default();
-    let cpu = nanos.iter().map(|(_, nanos)| Duration::from_nanos(*nanos).as_secs_f64()).sum();
+    let cpu: f64 = nanos.iter().map(|(_, nanos)| Duration::from_nanos(*nanos).as_secs_f64()).sum();
     let loads = runtime.block_on(common::http::get(&client(), &format!("http://{to}/loads")));
-    let loads = loads.ok().and_then(|text| text.parse().ok()).unwrap_or(0);
-    let kills = service.end();
-    Ok(Outcome { answers, cpu, loads, kills })
+    let (good, rejection) = (Some(StatusCode::OK), Some(StatusCode::SERVICE_UNAVAILABLE));
+    let served = answers.iter().filter(|answer| answer.1 == good);
+    let served = count(served.map(|answer| answer.3 as u64).sum()) / f64::from(1 << 20);
+    let small: Vec<_> = answers.iter().filter(|it| it.0 == "small").map(|it| it.2).collect();
+    let count_of = |is_it: &dyn Fn(&Answer) -> bool| answers.iter().filter(|it| is_it(it)).count();
+    Ok(Outcome {
+        values: [served, quantile(&small, 0.5), quantile(&small, 0.99), part(cpu, served)],
+        rejected: count_of(&|it| it.0 == "large" && it.1 == rejection) as u64,
+        lost: count_of(&|it| it.0 == "slow" && it.1 != good) as u64,
+        loads: loads.ok().and_then(|text| text.parse().ok()).unwrap_or(0),
+        kills: service.end(),
+    })
 }
 
 async fn offer(to: SocketAddr, mix: Mix) -> Vec<Answer> {
@@ -263,48 +255,35 @@ pub(crate) fn run(base: &Cell, rounds: u32, figures: &mut Figures) -> Result<boo
     let mut chance = Chance(base.seed);
     println!("seed {}", base.seed);
     let drawn: [Mix; 2] = std::array::from_fn(|_| Mix::drawn(&mut chance));
-    let [mut goodput, mut p50, mut p99, mut cpu] = [const { Vec::new() }; 4];
+    let mut medians: [Vec<f64>; 4] = Default::default();
     let [mut kills, mut rejected, mut lost, mut loads] = [0; 4];
     for mix in [Mix::FIRST, drawn[0], drawn[1]] {
         let limit = rival(base, mix, 2 * rounds)?;
         let mut ratios: [Vec<f64>; 4] = Default::default();
-        let mut most = 0;
         for round in 0..rounds {
-            let (theirs, ours);
-            if round % 2 == 0 {
-                ours = run_once(base, mix, None)?;
-                theirs = run_once(base, mix, Some(limit))?;
-            } else {
-                theirs = run_once(base, mix, Some(limit))?;
-                ours = run_once(base, mix, None)?;
+            let first = run_once(base, mix, (round % 2 == 1).then_some(limit))?;
+            let second = run_once(base, mix, (round % 2 == 0).then_some(limit))?;
+            let [ours, theirs] = if round % 2 == 0 { [first, second] } else { [second, first] };
+            for (of, (ours, theirs)) in ratios.iter_mut().zip(zip(ours.values, theirs.values)) {
+                of.push(part(ours, theirs));
             }
-            let each = |of: &dyn Fn(&Outcome) -> f64| part(of(&ours), of(&theirs));
-            ratios[0].push(each(&Outcome::served));
-            ratios[1].push(each(&|of| of.small(0.5)));
-            ratios[2].push(each(&|of| of.small(0.99)));
-            ratios[3].push(each(&|of| part(of.cpu, of.served())));
             kills += ours.kills;
-            let rejection = Some(StatusCode::SERVICE_UNAVAILABLE);
-            rejected += ours.count(|(class, status, ..)| *class == "large" && *status == rejection);
-            lost += ours
-                .count(|(class, status, ..)| *class == "slow" && *status != Some(StatusCode::OK));
-            most = most.max(ours.loads);
+            rejected += ours.rejected;
+            lost += ours.lost;
+            loads = ours.loads.max(loads);
         }
-        let medians = ratios.each_ref().map(|of| median(of));
-        println!("{mix:?}, rival's limit {limit}: goodput, p50, p99, CPU {medians:.2?}");
-        for (all, median) in [&mut goodput, &mut p50, &mut p99, &mut cpu].into_iter().zip(medians) {
-            all.push(median);
-        }
-        loads = loads.max(most);
+        let of_mix = ratios.each_ref().map(|of| median(of));
+        println!("{mix:?}, rival's limit {limit}: goodput, p50, p99, CPU {of_mix:.2?}");
+        zip(&mut medians, of_mix).for_each(|(all, one)| all.push(one));
     }
-    let worst = |of: &[f64]| quantile(of, 1.0);
-    let mut timed =
-        |name: &str, value| figures.add(format!("traffic.mixed.{name}"), value, "ratio");
-    timed("goodput_ratio", quantile(&goodput, 0.0));
-    timed("goodput_median_ratio", median(&goodput));
-    timed("small_p50_ratio", worst(&p50));
-    timed("small_p99_ratio", worst(&p99));
-    timed("cpu_ratio", worst(&cpu));
+    let [goodput, worst @ ..] = medians;
+    let mut add =
+        |name: &str, value| figures.add(format!("traffic.mixed.{name}_ratio"), value, "ratio");
+    add("goodput", quantile(&goodput, 0.0));
+    add("goodput_median", median(&goodput));
+    for (name, of) in zip(["small_p50", "small_p99", "cpu"], worst) {
+        add(name, quantile(&of, 1.0));
+    }
     // The first load, and those after it at the pace of the worst run.
     let more = count(loads).max(1.0) - 1.0;
     figures.add("traffic.model_loads", 1.0 + more * 40.0 / LASTS.as_secs_f64(), "loads in 40 s");
