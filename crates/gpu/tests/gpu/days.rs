@@ -2,7 +2,7 @@
 //!
 //! Requests follow the hours of a day. Each allocates blocks of random sizes on a lane, and one in
 //! four keeps a block for minutes or hours, as a cache of a conversation does. The model is replaced
-//! each morning, and the arena sleeps when it is idle. The requests repeat after ten days, so that
+//! each morning, and the arena sleeps when it is idle. The requests repeat after some days, so that
 //! two such periods differ only by the arena's state.
 //!
 //! Invariant: the clock never passes the time of a due decay or sleep.
@@ -21,9 +21,9 @@ use lowtide_gpu::{
 use crate::chance::Chance;
 
 /// Requests a second at the peak of a day.
-const PEAK: f64 = 0.5;
+const PEAK: f64 = if cfg!(lowtide_soak) { 0.5 } else { 0.02 };
 /// Days until the same requests come again. The pools fill in the first ones.
-const PERIOD: usize = 10;
+const PERIOD: usize = if cfg!(lowtide_soak) { 10 } else { 3 };
 const PERIODS: usize = if cfg!(lowtide_soak) { 9 } else { 3 };
 const MINUTES: u32 = 24 * 60;
 /// The minute at which the model is replaced.
@@ -133,12 +133,14 @@ impl World {
                 self.request();
             }
             self.pass(Duration::from_secs(60) - apart * requests);
-            let leaks = self.sim.leaks();
-            let objects = leaks.reservations + leaks.handles + leaks.events + leaks.host_stores;
-            #[expect(clippy::cast_precision_loss, reason = "some hundreds")]
-            let objects = objects as f64;
-            self.day.objects = self.day.objects.max(objects);
-            self.day.tables = self.day.tables.max(self.arena.snapshot().metadata.as_f64());
+            if minute % 60 == 0 {
+                let leaks = self.sim.leaks();
+                let objects = leaks.reservations + leaks.handles + leaks.events + leaks.host_stores;
+                #[expect(clippy::cast_precision_loss, reason = "some hundreds")]
+                let objects = objects as f64;
+                self.day.objects = self.day.objects.max(objects);
+                self.day.tables = self.day.tables.max(self.arena.snapshot().metadata.as_f64());
+            }
         }
         #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
         let calls = (self.sim.calls_total() - calls) as f64;
@@ -189,6 +191,7 @@ impl World {
                 self.left.retain(|(until, _)| *until > end);
                 return;
             }
+            self.sim.run_all();
             self.arena.decay(due).expect("no fault");
             self.arena.sleep_if_idle(due).expect("no fault");
         }
