@@ -139,7 +139,7 @@ impl Admission {
     }
 
     /// Reserves the bytes of a resource while it is loaded. They are counted once, without the
-    /// correction factor, and not among the requests. Call [`Permit::settle`] when it is loaded.
+    /// correction factor, and not among the requests. Call [`Permit::settle_at`] when it is loaded.
     ///
     /// # Errors
     /// [`Rejected`]; it is not counted among the rejected requests.

@@ -4,7 +4,7 @@
 //! A sample of the machine ([`Signals`]) becomes a level with hysteresis ([`Level`]) and an
 //! allowance in bytes ([`Ledger`]). Requests and resources reserve bytes of it ([`Admission`],
 //! [`Managed`]). [`Maintenance`] decides which memory to release, in the order of the reclaim steps
-//! ([`Reclaim`]); implementations of its traits release it. Nothing here purges, allocates device
+//! ([`ReclaimStep`]); implementations of its traits release it. Nothing here purges, allocates device
 //! memory, starts a permanent thread or needs an async runtime.
 //!
 //! On its own, admission works against a fixed ceiling. No thread runs and nothing is measured:
@@ -24,7 +24,7 @@
 //! ```
 //!
 //! To measure, create a [`Maintenance`] from settings, a [`Sensor`] that takes samples, the
-//! [`Admission`] to correct, the [`Resources`] and the [`Reclaim`] steps. Create its
+//! [`Admission`] to correct, the [`Resources`] and each [`ReclaimStep`]. Create its
 //! [`Worker`](Maintenance::worker) from [`MaintenanceActions`], which carry out jobs. Run both on
 //! threads of your own with [`run_control`] and [`run_worker`]. `src/memory/builder.rs` does this
 //! for [`Memory`](https://docs.rs/lowtide/latest/lowtide/memory/struct.Memory.html).

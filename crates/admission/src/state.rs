@@ -974,7 +974,8 @@ impl AdmissionState {
 
     /// Returns the `most` running requests that were admitted first, the oldest first, among those
     /// that have waited for something, and are measured and have reserved at least
-    /// [`REGISTERED_MIN`], or have a time limit. Costs as much as [`AdmissionState::largest`].
+    /// [`REGISTERED_MIN`](super::large::REGISTERED_MIN), or have a time limit. Costs as much as
+    /// [`AdmissionState::largest`].
     #[must_use]
     pub fn oldest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
         let mut oldest = self.large.running(now);
