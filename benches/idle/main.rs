@@ -1,8 +1,9 @@
 //! Idle: what the crate costs a service that does nothing.
 //!
 //! Child processes of this program stand idle side by side: without a `Memory`, and with one that has
-//! its default settings. From outside they are read for CPU time by thread, threads by name and resident memory, so that reading costs them
-//! nothing. The time that starting takes is measured in processes of their own.
+//! its default settings. From outside they are read for CPU time by thread, threads by name and
+//! resident memory, so that reading costs them nothing. The time that starting takes is measured in
+//! processes of their own.
 //!
 //! Invariant: what a managed process has and a bare one has not is a started `Memory` with an arena
 //! and a resource, and nothing else.

@@ -2,7 +2,8 @@
 //!
 //! Each trace goes through an arena over the host driver, with idle memory given back at once and
 //! with the default decay, of whose time nothing passes. The figures are the most that was taken
-//! from the device for the most that was live, and calls: they do not depend on the machine. Live counts what was asked for, before any rounding.
+//! from the device for the most that was live, and calls: they do not depend on the machine. Live
+//! counts what was asked for, before any rounding.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or a file is no trace.
 

@@ -181,7 +181,6 @@ impl Shared {
 
 #[cfg(feature = "device")]
 impl Shared {
-    /// Returns the serving arena of this name.
     /// Executes a command on an arena. Returns the outcome, or the cause of its failure.
     fn run_on_arena(&self, command: &AdminCommand) -> Result<String, String> {
         let arena = self.arena_named(&command.subject()).map_err(|error| error.to_string())?;

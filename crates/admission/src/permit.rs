@@ -368,7 +368,8 @@ impl Permit {
     }
 
     /// Marks the resource as loaded, so that its memory is part of what is measured, and raises the
-    /// reservation to what it was measured to hold, even beyond the allowance. Otherwise the excess would count as wrong estimates of requests.
+    /// reservation to what it was measured to hold, even beyond the allowance. Otherwise the excess
+    /// would count as wrong estimates of requests.
     pub fn settle_at(&mut self, held: Cost) {
         let held = self.state.by_budget(held);
         if let PermitHold::Resource(Some(both)) = &mut self.held {

@@ -376,8 +376,8 @@ impl MemoryDevices<'_> {
     }
 
     /// Returns a counted use of a slot's arena. Opens an arena with the session's options if there
-    /// is none; otherwise the options that differ are in its [report](ArenaUse::report). Waits while another
-    /// thread opens or replaces the slot's arena.
+    /// is none; otherwise the options that differ are in its [report](ArenaUse::report). Waits while
+    /// another thread opens or replaces the slot's arena.
     ///
     /// # Errors
     /// [`MemoryError`] if the options are invalid, the slot is invalid, or the arena cannot be
