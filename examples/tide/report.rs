@@ -6,10 +6,9 @@ use std::fmt::Write as _;
 
 use lowtide::ByteSize;
 
-use crate::run::{Answers, Kind, Outcome, stage};
+use crate::run::{Answers, Kind, Outcome, TIGHT_LIMIT, stage};
 
 const LIVE_PEAK_MIN: u64 = 256 << 20;
-const LIVE_RISE_MIN: u64 = 8;
 const TWIN_PART: u64 = 3;
 const RETURN_BYTES: u64 = 8 << 20;
 const REGIONS: u64 = 2;
@@ -18,23 +17,18 @@ const REGIONS: u64 = 2;
 pub(crate) fn bounds(
     managed: &Outcome,
     twin: &Outcome,
-    half: &Outcome,
+    tight: &Outcome,
 ) -> Result<Vec<(bool, String)>, String> {
     let mut bounds = Vec::new();
     let mut bound = |holds: bool, what: String, measured: String| {
         bounds.push((holds, format!("{what}:\n          {measured}")));
     };
-    let peak = managed.water(stage::BURST)?.heap_live;
     let idle = managed.water(stage::QUIET_10)?;
+    let defaults = twin.water(stage::BURST)?.heap_live;
     bound(
-        peak >= LIVE_PEAK_MIN,
-        format!("live heap at peak >= {}", size(LIVE_PEAK_MIN)),
-        size(peak),
-    );
-    bound(
-        peak >= LIVE_RISE_MIN * idle.heap_live,
-        format!("live heap at peak >= {LIVE_RISE_MIN} x idle"),
-        format!("{} against {} idle", size(peak), size(idle.heap_live)),
+        defaults >= LIVE_PEAK_MIN,
+        format!("live heap at peak with jemalloc's defaults >= {}", size(LIVE_PEAK_MIN)),
+        size(defaults),
     );
     let (ours, theirs) = (idle.heap_retained(), twin.water(stage::QUIET_10)?.heap_retained());
     bound(
@@ -64,10 +58,10 @@ pub(crate) fn bounds(
     let [ok, shed, other] = managed.answers();
     let holds = ok > 0 && shed == 0 && other == 0;
     bound(holds, "only 2xx at the limit".to_owned(), answers(managed, holds));
-    let [ok, shed, other] = half.answers();
-    let holds = ok > 0 && shed > 0 && other == 0;
-    let what = "at half of it: only 2xx, and 503 with Retry-After".to_owned();
-    bound(holds, what, answers(half, holds));
+    let (peak, [ok, _, other]) = (tight.water(stage::WARM_UP)?.rss, tight.answers());
+    let holds = ok > 0 && other == 0 && peak <= TIGHT_LIMIT.get();
+    let what = format!("at {TIGHT_LIMIT}: only 2xx, and 503 with Retry-After; rss below it");
+    bound(holds, what, format!("{}; rss {} at the peak", answers(tight, holds), size(peak)));
     Ok(bounds)
 }
 

@@ -17,6 +17,8 @@ use crate::model::Settings;
 
 /// The memory limit of the service.
 pub(crate) const LIMIT: ByteSize = ByteSize::mib(1536);
+/// The memory limit in the last run.
+pub(crate) const TIGHT_LIMIT: ByteSize = ByteSize::mib(192);
 /// Connections at once.
 pub(crate) const CONNECTIONS: usize = 56;
 /// Size of the text in one request.
@@ -49,8 +51,8 @@ pub(crate) enum Kind {
     Managed,
     /// The same program and load with jemalloc's defaults, nothing managed.
     Defaults,
-    /// lowtide under half of the limit: a short burst that does not fit.
-    Half,
+    /// lowtide under an eighth of the limit: a short burst that does not fit at once.
+    Tight,
 }
 
 impl Kind {
@@ -59,7 +61,7 @@ impl Kind {
         match self {
             Self::Managed => "lowtide",
             Self::Defaults => "jemalloc's defaults",
-            Self::Half => "lowtide at half the limit",
+            Self::Tight => "lowtide at an eighth of the limit",
         }
     }
 }
@@ -160,7 +162,7 @@ pub(crate) async fn run(kind: Kind) -> Result<Outcome, BoxError> {
     let limit = match kind {
         Kind::Defaults => None,
         Kind::Managed => Some(LIMIT),
-        Kind::Half => Some(LIMIT.scaled(0.5)),
+        Kind::Tight => Some(TIGHT_LIMIT),
     };
     let memory = limit.map(|limit| Memory::builder().memory_limit(limit).start()).transpose()?;
     let options = app::Options {
@@ -182,7 +184,7 @@ pub(crate) async fn run(kind: Kind) -> Result<Outcome, BoxError> {
         },
         running,
     };
-    if kind == Kind::Half {
+    if kind == Kind::Tight {
         gauge.burst(stage::WARM_UP, WARM_UP, false).await?;
     } else {
         gauge.quiet(stage::START, Duration::from_millis(500)).await?;

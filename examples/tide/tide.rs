@@ -2,7 +2,7 @@
 //!
 //! It starts the proxy, drives HTTP load with real text through it, and prints the memory of heap
 //! and device meanwhile; then it does the same with jemalloc's defaults, and runs a short burst at
-//! half of the limit. Each run is a process of its own, which nothing of another has warmed. It
+//! an eighth of the limit. Each run is a process of its own, which nothing of another has warmed. It
 //! ends with a table and the bounds that must hold, and fails if one does not. It takes at most 90
 //! seconds.
 #![expect(clippy::print_stdout, reason = "a program that shows something")]
@@ -59,9 +59,9 @@ fn parent() -> Result<(), BoxError> {
     );
     let managed = spawn(Kind::Managed)?;
     let twin = spawn(Kind::Defaults)?;
-    let half = spawn(Kind::Half)?;
+    let tight = spawn(Kind::Tight)?;
     print!("\n{}", report::table(&managed, &twin));
-    load::must_hold(&report::bounds(&managed, &twin, &half)?)
+    load::must_hold(&report::bounds(&managed, &twin, &tight)?)
 }
 
 /// One run in this process, for a parent that reads its outcome.
