@@ -10,14 +10,14 @@
 //! the number of threads that poll large requests at this moment with the number of processors.
 //! If all are taken, the limit falls to the turns there are, and then by an eighth in each tick. If
 //! less than half are taken while requests wait for a turn, it rises by an eighth. So large requests
-//! that compute run in as many as there are processors, and those that wait for their clients, a
-//! disk or another service run in as many as fit into memory.
+//! that compute keep half of the processors to all of them busy, and those that wait for their
+//! clients, a disk or another service run in as many as fit into memory.
 //!
 //! A turn begins with the admission and ends when the handler has answered, or while the request is
 //! suspended. None is rejected for it: one that has waited for long enough begins without a turn.
 //!
 //! Invariants: `taken` is the number of turns that were entered and not left; `limit` is at least
-//! the number of processors.
+//! half of the number of processors, and at least 1.
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
@@ -59,11 +59,11 @@ impl Turns {
     /// Adapts the limit at a tick, at which a request `waits` for its turn or none does.
     pub(super) fn adapt(&self, waits: bool) {
         let (processors, limit) = (self.processors.load(Relaxed), self.limit.load(Relaxed));
-        let working = self.working.load(Relaxed);
+        let (half, working) = (processors.div_ceil(2), self.working.load(Relaxed));
         if working >= processors {
             let least = limit.min(self.taken.load(Relaxed));
-            self.limit.store(least.saturating_sub(1 + least / STEP_PART).max(processors), Relaxed);
-        } else if waits && working.saturating_mul(2) < processors {
+            self.limit.store((least - least.div_ceil(STEP_PART)).max(half), Relaxed);
+        } else if waits && working < half {
             self.limit.store(limit.saturating_add(1 + limit / STEP_PART), Relaxed);
         }
     }
@@ -127,18 +127,19 @@ mod tests {
     }
 
     #[test]
-    fn large_requests_that_compute_run_in_as_many_as_there_are_processors() {
+    fn large_requests_that_compute_keep_half_of_the_processors_busy() {
         let (turns, mut running) = working(20);
         turns.adapt(false);
         assert_eq!(turns.limit.load(Relaxed), 17);
         (0..20).for_each(|_| turns.adapt(true));
-        running.drain(2..).for_each(|turn| turn.ends_work());
-        assert!(begin(turns, 1).is_empty(), "two compute");
+        running.drain(1..).for_each(|turn| turn.ends_work());
+        turns.adapt(true);
+        assert!(begin(turns, 1).is_empty(), "one computes");
         assert!(turns.of(ByteSize::kib(255)).is_none(), "a small one needs no turn");
         let late = turns.of(LARGE).expect("it is large");
         assert!(!late.enter(false) && late.enter(true), "it has waited for long enough");
         drop((late, running));
-        assert_eq!(begin(turns, 9).len(), 2);
+        assert_eq!(begin(turns, 9).len(), 1);
     }
 
     #[test]
@@ -160,7 +161,7 @@ mod tests {
     #[test]
     fn a_turn_that_was_left_makes_room_until_it_is_entered_again() {
         let (turns, running) = working(2);
-        (0..2).for_each(|_| turns.adapt(false));
+        turns.limit.store(2, Relaxed);
         let other = turns.of(LARGE).expect("it is large");
         assert!(running[0].enter(false) && !other.enter(false));
         (0..2).for_each(|_| running[0].leave());
