@@ -6,29 +6,39 @@
 //! and nothing of its routes is known.
 //!
 //! Two more such services get 24 uploads at once, which their handler drops as they arrive: over as
-//! many connections, and over one of HTTP/2, with short requests on the same one.
+//! many connections, and over one of HTTP/2, with short requests on the same one. One gets calls of
+//! gRPC without a length, whose answers last, one calls whose requests last too, and one 20 bodies
+//! that grow to 64 MiB when a layer outside admission unpacks them.
 
+use std::convert::Infallible;
+use std::io::Write as _;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::body::Body;
-use axum::extract::State;
+use axum::extract::{DefaultBodyLimit, State};
 use axum::routing::{get, post};
 use bytes::Bytes;
 use common::figures::{Figures, count, part, quantile};
 use common::http::{Http, client, client_of, send};
+use flate2::Compression;
+use flate2::write::GzEncoder;
 use futures_util::StreamExt as _;
 use futures_util::future::join_all;
-use futures_util::stream::unfold;
+use futures_util::stream::{empty, iter, pending, unfold};
 use http::Request;
+use http_body_util::BodyExt as _;
+use hyper_util::client::legacy::Client;
+use hyper_util::rt::TokioExecutor;
 use lowtide::service::{ConnectionApp, Connections, scope};
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_admission::Budget;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::sync::{mpsc, watch};
+use tower_http::decompression::RequestDecompressionLayer;
 
 use crate::cell::{Cell, Service};
 
@@ -40,6 +50,15 @@ const PIECE: usize = 32 << 10;
 /// The uploads at once, and the bytes of each.
 const UPLOADS: u64 = 24;
 const UPLOAD: usize = 16 << 20;
+/// The calls of gRPC whose answers last, those whose requests last too, and those on a connection:
+/// a server of hyper takes 200.
+const CALLS: [usize; 2] = [300, 60];
+const CALLS_EACH: usize = 100;
+/// A frame of gRPC: no compression, the length, the message.
+const FRAME: [u8; 5] = [0, 0, 1, 0, 0];
+const MESSAGE: usize = 64 << 10;
+const BOMBS: usize = 20;
+const BOMB: usize = 64 << 20;
 /// The kernel's buffers of a connection: those of the loopback hold 2.5 MiB, more than grows.
 const KERNEL: u32 = 16 << 10;
 /// The time between two pieces.
@@ -56,7 +75,11 @@ pub(crate) async fn serve() -> Result<(), BoxError> {
         .route("/stream", post(stream))
         .route("/hello", get(async || "hello"))
         .route("/upload", post(upload))
+        .route("/echo", post(async |body: Body| body))
+        .route("/length", post(async |body: Bytes| body.len().to_string()))
+        .layer(DefaultBodyLimit::disable())
         .layer(memory.layer())
+        .layer(RequestDecompressionLayer::new())
         .route("/grow", post(async |State((_, grow)): State<Shared>| _ = grow.send_replace(true)))
         .route("/booked", get(booked))
         .with_state((memory, grow));
@@ -140,7 +163,63 @@ pub(crate) fn run(base: &Cell, figures: &mut Figures) -> Result<bool, BoxError> 
         }
     }
     figures.add("traffic.h2.time_ratio", times[1] / times[0], "ratio");
-    Ok(kills == 0)
+    for (of, many) in [("grpc", CALLS[0]), ("bidi", CALLS[1])] {
+        let (service, to) = cell.start()?;
+        let path = if of == "grpc" { "stream" } else { "echo" };
+        let (open, short) = runtime.block_on(call(to, path, many));
+        service.end();
+        figures.at_least(format!("traffic.{of}.open"), count(open), "calls", count(many as u64));
+        figures.at_most(format!("traffic.{of}.hello_failed"), count(short.0), "requests", 0.0);
+        figures.add(format!("traffic.{of}.hello_p99_ms"), short.1, "ms");
+    }
+    let (service, to) = cell.start()?;
+    let (served, others) = runtime.block_on(bombs(to))?;
+    let bomb_kills = service.end();
+    println!("{BOMBS} bombs: {served} served, {others} rejected");
+    figures.at_most("traffic.bomb.kills", count(bomb_kills), "kills", 0.0);
+    Ok(kills == 0 && bomb_kills == 0)
+}
+
+/// Opens so many calls, whose requests end with the message if the path is that of the streams.
+/// Returns how many have begun to be answered, and what came of short requests beside them.
+async fn call(to: SocketAddr, path: &str, many: usize) -> (u64, (u64, f64)) {
+    let frames = [Bytes::from_static(&FRAME), vec![b'a'; MESSAGE].into()].map(Ok::<_, Infallible>);
+    let (last, path) = (path == "echo", &path);
+    let calls = (0..many.div_ceil(CALLS_EACH)).flat_map(|nth| {
+        let mut builder = Client::builder(TokioExecutor::new());
+        let http = builder.http2_only(true).build_http::<Body>();
+        let each = CALLS_EACH.min(many - nth * CALLS_EACH);
+        std::iter::repeat_n(http, each)
+    });
+    let begun = join_all(calls.map(|http| {
+        let frames = iter(frames.clone());
+        let ends = if last { pending().boxed() } else { empty().boxed() };
+        let request = Request::post(format!("http://{to}/{path}"))
+            .header("content-type", "application/grpc")
+            .body(Body::from_stream(frames.chain(ends)));
+        tokio::time::timeout(PATIENCE, async move {
+            let mut answer = http.request(request?).await?.into_body();
+            answer.frame().await.ok_or("no answer")??;
+            Ok::<_, BoxError>((answer, http))
+        })
+    }));
+    let open: Vec<_> = begun.await.into_iter().filter_map(|call| call.ok()?.ok()).collect();
+    (open.len() as u64, hello(&client_of(true), to, Duration::from_secs(2)).await)
+}
+
+/// Sends bodies that unpack to many times their length, all at once. Returns how many were
+/// served, and how many were not.
+async fn bombs(to: SocketAddr) -> Result<(usize, usize), BoxError> {
+    let mut packed = GzEncoder::new(Vec::new(), Compression::fast());
+    packed.write_all(&vec![0; BOMB])?;
+    let (packed, http) = (Bytes::from(packed.finish()?), client());
+    let bombs = (0..BOMBS).map(|_| {
+        let request = Request::post(format!("http://{to}/length"));
+        send(&http, request.header("content-encoding", "gzip"), packed.clone())
+    });
+    let answers = join_all(bombs).await;
+    let served = answers.iter().flatten().filter(|(status, _)| status.is_success()).count();
+    Ok((served, BOMBS - served))
 }
 
 async fn clients(to: SocketAddr, figures: &mut Figures) -> Result<(), BoxError> {

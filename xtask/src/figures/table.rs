@@ -126,7 +126,7 @@ pub(super) const ROWS: &[Row] = &[
     row("traffic", "traffic.cases_failed", Own(field::measure_cases)),
     row(
         "traffic",
-        "traffic.cold_s traffic.h2. traffic.sse. traffic.unread.",
+        "traffic.bidi. traffic.bomb. traffic.cold_s traffic.grpc. traffic.h2. traffic.sse. traffic.unread.",
         Bench("overload -- --streams"),
     ),
     row("traffic", "traffic.mixed. traffic.model_loads", Bench("overload -- --mixed 10")),
