@@ -8,10 +8,10 @@
 //!
 //! How many have a turn at once is learned, from unlimited. Each tick of the control loop compares
 //! the number of threads that poll large requests at this moment with the number of processors.
-//! If all are taken, the limit falls to the turns there are, and then by an eighth in each tick. If
-//! less than half are taken while requests wait for a turn, it rises by an eighth. So large requests
-//! that compute keep half of the processors to all of them busy, and those that wait for their
-//! clients, a disk or another service run in as many as fit into memory.
+//! If all are taken, the limit falls to the turns there are, and then by one and an eighth in each
+//! tick. If some are free while requests wait for a turn, it rises by the free part of that. So large
+//! requests that compute keep half of the processors to all of them busy, and those that wait for
+//! their clients, a disk or another service run in as many as fit into memory.
 //!
 //! A turn begins with the admission and ends when the handler has answered, or while the request is
 //! suspended. None is rejected for it: one that has waited for long enough begins without a turn.
@@ -20,21 +20,24 @@
 //! half of the number of processors, and at least 1.
 
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
+use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use super::large::LARGE_MIN;
 
 /// The part of the limit by which a tick changes it. An estimate: it doubles in six ticks.
-const STEP_PART: u32 = 8;
+const STEP_PART: u64 = 8;
+/// The unit of the limit, as a part of a turn.
+const PARTS: u64 = 1 << 8;
 
 /// The turns of an admission's large requests.
 #[derive(Debug, Default)]
 pub(super) struct Turns {
-    processors: AtomicU32,
-    limit: AtomicU32,
-    taken: AtomicU32,
+    processors: AtomicU64,
+    /// In [`PARTS`] of a turn.
+    limit: AtomicU64,
+    taken: AtomicU64,
     /// The number of threads that poll large requests.
-    working: AtomicU32,
+    working: AtomicU64,
 }
 
 /// The turn of a large request. Dropping it leaves it.
@@ -47,8 +50,8 @@ pub struct Turn {
 impl Turns {
     /// Starts over, on so many processors.
     pub(super) fn begin(&self, processors: usize) {
-        self.processors.store(u32::try_from(processors).unwrap_or(u32::MAX).max(1), Relaxed);
-        self.limit.store(u32::MAX, Relaxed);
+        self.processors.store((processors as u64).max(1), Relaxed);
+        self.limit.store(u32::MAX.into(), Relaxed);
     }
 
     /// Returns a turn that is not entered; `None` if a request that claims so much needs none.
@@ -59,12 +62,13 @@ impl Turns {
     /// Adapts the limit at a tick, at which a request `waits` for its turn or none does.
     pub(super) fn adapt(&self, waits: bool) {
         let (processors, limit) = (self.processors.load(Relaxed), self.limit.load(Relaxed));
-        let (half, working) = (processors.div_ceil(2), self.working.load(Relaxed));
+        let (step, working) = (PARTS + limit / STEP_PART, self.working.load(Relaxed));
         if working >= processors {
-            let least = limit.min(self.taken.load(Relaxed));
-            self.limit.store((least - least.div_ceil(STEP_PART)).max(half), Relaxed);
-        } else if waits && working < half {
-            self.limit.store(limit.saturating_add(1 + limit / STEP_PART), Relaxed);
+            let least = limit.min(self.taken.load(Relaxed) * PARTS);
+            let lower = least.saturating_sub(PARTS + least / STEP_PART);
+            self.limit.store(lower.max(processors.div_ceil(2) * PARTS), Relaxed);
+        } else if waits {
+            self.limit.store(limit + step * (processors - working) / processors, Relaxed);
         }
     }
 }
@@ -73,7 +77,7 @@ impl Turn {
     /// Lets the request begin, or go on once its body has arrived. Returns `false` if it has to
     /// wait, unless it `must` not.
     pub fn enter(&self, must: bool) -> bool {
-        let limit = if must { u32::MAX } else { self.turns.limit.load(Relaxed) };
+        let limit = if must { u64::MAX } else { self.turns.limit.load(Relaxed) / PARTS };
         let add = |taken| (taken < limit).then(|| taken + 1);
         let is_taken = self.is_taken.load(Relaxed)
             || self.turns.taken.fetch_update(Relaxed, Relaxed, add).is_ok();
@@ -130,16 +134,19 @@ mod tests {
     fn large_requests_that_compute_keep_half_of_the_processors_busy() {
         let (turns, mut running) = working(20);
         turns.adapt(false);
-        assert_eq!(turns.limit.load(Relaxed), 17);
+        assert_eq!(turns.limit.load(Relaxed) * 2, 33 * PARTS);
         (0..20).for_each(|_| turns.adapt(true));
         running.drain(1..).for_each(|turn| turn.ends_work());
         turns.adapt(true);
         assert!(begin(turns, 1).is_empty(), "one computes");
+        turns.adapt(true);
+        running.extend(begin(turns, 9));
+        assert_eq!(running.len(), 2, "the other half of a step");
         assert!(turns.of(ByteSize::kib(255)).is_none(), "a small one needs no turn");
         let late = turns.of(LARGE).expect("it is large");
         assert!(!late.enter(false) && late.enter(true), "it has waited for long enough");
         drop((late, running));
-        assert_eq!(begin(turns, 9).len(), 1);
+        assert_eq!(begin(turns, 9).len(), 2);
     }
 
     #[test]
@@ -161,7 +168,7 @@ mod tests {
     #[test]
     fn a_turn_that_was_left_makes_room_until_it_is_entered_again() {
         let (turns, running) = working(2);
-        turns.limit.store(2, Relaxed);
+        turns.limit.store(2 * PARTS, Relaxed);
         let other = turns.of(LARGE).expect("it is large");
         assert!(running[0].enter(false) && !other.enter(false));
         (0..2).for_each(|_| running[0].leave());
