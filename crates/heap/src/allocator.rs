@@ -14,16 +14,17 @@ use std::alloc::{GlobalAlloc, Layout};
 use std::hint::black_box;
 use std::sync::OnceLock;
 
-use tikv_jemallocator::Jemalloc;
+use tikv_jemalloc_sys::{
+    MALLOCX_ALIGN, MALLOCX_ZERO, calloc, free_sized, malloc, mallocx, rallocx, realloc, sdallocx,
+};
 
 use super::mallctl::THREAD_ALLOCATED;
-use super::redirect;
+use super::redirect::{ALIGN, flags, number, plain_size};
 
 /// jemalloc, for `#[global_allocator]`.
 ///
-/// Forwards to [`tikv_jemallocator::Jemalloc`], at 3 instructions more per allocation in an
-/// executable; within [`HostArena::scope_uncached`](super::HostArena::scope_uncached), to the
-/// arena.
+/// Allocates from the arena within [`HostArena::scope_uncached`](super::HostArena::scope_uncached).
+/// Elsewhere it calls jemalloc as `tikv-jemallocator` does, in fewer instructions.
 ///
 /// ```
 /// #[global_allocator]
@@ -34,40 +35,43 @@ use super::redirect;
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Heap;
 
-// SAFETY: every method forwards unchanged to `Jemalloc`, whose own implementation keeps the
-// contract of `GlobalAlloc`, or to jemalloc with the flags of an arena: the block is then as large
-// and aligned as required, and can be freed as any other. Nothing here can unwind.
+// SAFETY: jemalloc is called with the alignment, or with a size whose class has that alignment, so
+// the block is as large and aligned as required. The size class follows from the layout in the same
+// way when a block is freed, also for one of an arena. Nothing here can unwind.
 unsafe impl GlobalAlloc for Heap {
     #[inline]
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        if redirect::flags() != redirect::NONE {
-            // SAFETY: the caller's promise (a layout of non-zero size) is the one required here.
-            return unsafe { redirect::alloc(layout) };
-        }
-        // SAFETY: the caller's promise (a layout of non-zero size) is the one required here.
-        unsafe { Jemalloc.alloc(layout) }
+        let block = match plain_size(number(), layout.size(), layout.align()) {
+            // SAFETY: `malloc` takes any size.
+            Some(size) => unsafe { malloc(size) },
+            // SAFETY: the size is not zero, as the caller promises.
+            None => unsafe { mallocx(layout.size(), flags(layout.align())) },
+        };
+        block.cast()
     }
 
     #[inline]
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        if redirect::flags() != redirect::NONE {
-            // SAFETY: the caller's promise (a layout of non-zero size) is the one required here.
-            return unsafe { redirect::alloc_zeroed(layout) };
-        }
-        // SAFETY: the caller's promise (a layout of non-zero size) is the one required here.
-        unsafe { Jemalloc.alloc_zeroed(layout) }
+        let block = match plain_size(number(), layout.size(), layout.align()) {
+            // SAFETY: `calloc` takes any size.
+            Some(size) => unsafe { calloc(1, size) },
+            // SAFETY: the size is not zero, as the caller promises.
+            None => unsafe { mallocx(layout.size(), flags(layout.align()) | MALLOCX_ZERO) },
+        };
+        block.cast()
     }
 
     #[inline]
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        if redirect::flags() != redirect::NONE {
+        let block = block.cast();
+        let block = match plain_size(number(), size, layout.align()) {
             // SAFETY: the caller promises that `block` came from this allocator, so it is one of
-            // jemalloc's, with this layout, and that the new size is valid and not zero.
-            return unsafe { redirect::realloc(block, layout.align(), size) };
-        }
-        // SAFETY: the caller promises that `block` came from this allocator, which means from
-        // jemalloc, with this layout, and that the new size is valid and not zero.
-        unsafe { Jemalloc.realloc(block, layout, size) }
+            // jemalloc's, and that the new size is valid and not zero.
+            Some(size) => unsafe { realloc(block, size) },
+            // SAFETY: as above. The old block is freed to the arena that it came from.
+            None => unsafe { rallocx(block, size, flags(layout.align())) },
+        };
+        block.cast()
     }
 
     #[inline]
@@ -82,10 +86,13 @@ unsafe impl GlobalAlloc for Heap {
             unsafe { tikv_jemalloc_sys::free(block.cast()) };
             return;
         }
-        // SAFETY: the caller promises that `block` came from this allocator, which means from
-        // jemalloc, with this layout, and is freed once. Its size class follows from size and
-        // alignment in the same way for a block of an arena.
-        unsafe { Jemalloc.dealloc(block, layout) }
+        match plain_size(ALIGN, layout.size(), layout.align()) {
+            // SAFETY: the caller promises that `block` came from this allocator, which means from
+            // jemalloc, with this layout, and is freed once.
+            Some(size) => unsafe { free_sized(block.cast(), size) },
+            // SAFETY: as above.
+            None => unsafe { sdallocx(block.cast(), layout.size(), MALLOCX_ALIGN(layout.align())) },
+        }
     }
 }
 
@@ -169,7 +176,10 @@ mod keep_loaded {
 
 #[cfg(test)]
 mod tests {
+    use tikv_jemalloc_sys::{nallocx, sallocx};
+
     use super::*;
+    use crate::redirect;
 
     #[test]
     fn blocks_keep_their_bytes_through_growth_and_come_zeroed_when_asked() {
@@ -189,6 +199,38 @@ mod tests {
         let layout = Layout::from_size_align(10_000, 64).unwrap();
         // SAFETY: `block` is `Heap`'s, with this layout, and not used again.
         unsafe { Heap.dealloc(block, layout) };
+    }
+
+    /// The class by which a block is freed is that of the block, in an arena too.
+    #[test]
+    fn blocks_of_every_small_layout_are_aligned_and_have_the_class_of_their_layout() {
+        let layouts = (0..8).flat_map(|bits| (1..=520).map(move |size| (size, 1 << bits)));
+        for (size, align) in layouts.chain([(4097, 16), (14_337, 8), (40_000, 16)]) {
+            let layout = Layout::from_size_align(size, align).unwrap();
+            let class = match plain_size(ALIGN, size, align) {
+                // SAFETY: the size is not zero.
+                Some(size) => unsafe { nallocx(size, 0) },
+                // SAFETY: as above.
+                None => unsafe { nallocx(size, MALLOCX_ALIGN(align)) },
+            };
+            for is_in_arena in [false, true] {
+                let arena = is_in_arena.then(|| redirect::Redirected::into_arena(0));
+                // SAFETY: the layout has a size.
+                let block = unsafe { Heap.alloc(layout) };
+                // SAFETY: the block is `Heap`'s, with this layout, and not used again.
+                let block = unsafe { Heap.realloc(block, layout, size) };
+                // SAFETY: the layout has a size.
+                let zeroed = unsafe { Heap.alloc_zeroed(layout) };
+                drop(arena);
+                for block in [block, zeroed] {
+                    assert!(!block.is_null() && block.addr().is_multiple_of(align), "{layout:?}");
+                    // SAFETY: the block is live.
+                    assert_eq!(unsafe { sallocx(block.cast(), 0) }, class, "{layout:?}");
+                    // SAFETY: the block is `Heap`'s, with this layout, and not used again.
+                    unsafe { Heap.dealloc(block, layout) };
+                }
+            }
+        }
     }
 
     #[test]
