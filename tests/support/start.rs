@@ -39,6 +39,8 @@ const OWN_TEXT: &[u8; CONF_TEXT_MAX] = &conf_text(
         ("narenas", "8"),
         ("dirty_decay_ms", "2_000"),
         ("tcache_max", "8192"),
+        ("tcache_nslots_small_min", "128"),
+        ("tcache_nslots_large", "64"),
         ("thp", "never"),
         ("background_thread", "false"),
     ],

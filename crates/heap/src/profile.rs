@@ -121,6 +121,8 @@ impl HeapProfile {
 /// | `max_background_threads` | 1 to 64; later sources can only lower it |
 /// | `narenas` | 1 to 4094 |
 /// | `tcache_max` | bytes, 8 to 32768 |
+/// | `tcache_nslots_small_min` | blocks, 1 to 2048 |
+/// | `tcache_nslots_large` | blocks, 1 to 2048 |
 /// | `dirty_decay_ms` | ms, 1 to 3600000 |
 /// | `muzzy_decay_ms` | ms, 0 to 3600000 |
 /// | `thp` | `default`, `always`, `never` |
@@ -283,6 +285,8 @@ const KNOBS: &[Knob] = &[
     knob!("max_background_threads", 1, 64, ""),
     knob!("narenas", 1, 4094, ""),
     knob!("tcache_max", 8, 32_768, " of bytes"),
+    knob!("tcache_nslots_small_min", 1, 2048, ""),
+    knob!("tcache_nslots_large", 1, 2048, ""),
     knob!("dirty_decay_ms", 1, 3_600_000, " of ms (0 would cost 5 to 8 times the CPU)"),
     knob!("muzzy_decay_ms", 0, 3_600_000, " of ms"),
     knob!("thp", "default|always|never"),
@@ -299,9 +303,9 @@ const ONE_PAGE: &[u8] = b"1-16384:1";
 const NO_PROFILER: &str = "prof and lg_prof_sample need the feature `profiling`, which builds the \
                            heap profiler in";
 const UNKNOWN: &str = "expected a setting of background_thread, \
-                       max_background_threads, narenas, tcache_max, dirty_decay_ms, \
-                       muzzy_decay_ms, thp, metadata_thp, slab_sizes, \
-                       cache_oblivious, prof, lg_prof_sample";
+                       max_background_threads, narenas, tcache_max, tcache_nslots_small_min, \
+                       tcache_nslots_large, dirty_decay_ms, muzzy_decay_ms, thp, metadata_thp, \
+                       slab_sizes, cache_oblivious, prof, lg_prof_sample";
 const HPA: &str = "hpa is not offered: it keeps twice the memory at rest; expected \
                    another setting, such as narenas";
 const TWICE: &str = "duplicate setting; expected each at most once";
@@ -547,6 +551,7 @@ mod knobs_tests {
             Takes::Number(_, most) => match most {
                 30 => "30",
                 64 => "64",
+                2048 => "2_048",
                 4094 => "4_094",
                 32_768 => "0000000032768",
                 _ => "3_600_000",

@@ -2,7 +2,9 @@
 #![cfg(target_os = "linux")]
 #![forbid(unsafe_code)]
 
-use lowtide_heap::HeapProfile;
+use std::hint::black_box;
+
+use lowtide_heap::{ByteSize, HeapProbe, HeapProfile};
 
 use crate::start::OWN;
 
@@ -21,6 +23,15 @@ fn what_is_asked_on_top_of_a_profile_is_in_effect_and_known() {
             assert_eq!(found.get(setting), Some(value), "{setting}");
         }
         assert_eq!(found.differences(), []);
+    });
+}
+
+#[test]
+fn a_thread_keeps_as_many_blocks_as_is_asked() {
+    OWN.run(|| {
+        drop(black_box([(); 100].map(|()| Vec::<u8>::with_capacity(4096))));
+        let cached = HeapProbe::new().unwrap().snapshot().unwrap().thread_caches;
+        assert!(cached >= ByteSize::kib(4 * 100), "{cached}");
     });
 }
 
