@@ -51,8 +51,8 @@ fn main() -> ExitCode {
 /// Measures the figures; returns whether the goals hold.
 fn measure() -> Result<bool, String> {
     let mut figures = Figures::default();
-    let rust = per_step("rust", PAIRS)?;
-    let c = per_step("c", PAIRS)? - rust;
+    let rust = per_step("", "rust", PAIRS)?;
+    let c = per_step("", "c", PAIRS)? - rust;
     figures.add("engines.rust.pair_instructions", rust, "instructions");
     figures.at_most("engines.c.pair_instructions", c, "instructions", GOAL);
     Ok(figures.print())

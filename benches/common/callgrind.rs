@@ -33,14 +33,15 @@ pub struct Counted {
 }
 
 /// Returns the instructions of a step of this program: of a run of three times so many steps less a
-/// run of them once, so that start and end do not count.
+/// run of them once, so that start and end do not count. It runs with these settings of jemalloc.
 ///
 /// # Errors
 /// Those of [`instructions`].
-pub fn per_step(kind: &str, steps: u32) -> Result<f64, String> {
+pub fn per_step(conf: &str, kind: &str, steps: u32) -> Result<f64, String> {
     let program = std::env::current_exe().map_err(|error| error.to_string())?;
     let of = |steps: u32| {
         let mut command = callgrind(&program);
+        command.env("_RJEM_MALLOC_CONF", conf);
         instructions(command.args(["--bench", "--be", kind, "--steps", &steps.to_string()]))
     };
     Ok((of(3 * steps)? - of(steps)?) / f64::from(2 * steps))

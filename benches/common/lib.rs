@@ -71,6 +71,12 @@ pub fn own() -> Result<Command, BoxError> {
     Ok(command)
 }
 
+/// Returns the number that a process of this kind prints with these settings of jemalloc.
+pub fn number_of(conf: &str, kind: &str) -> Result<f64, BoxError> {
+    let output = own()?.env("_RJEM_MALLOC_CONF", conf).args(["--be", kind]).output()?;
+    Ok(String::from_utf8(output.stdout)?.trim().parse()?)
+}
+
 /// Starts this program with these arguments as a service under this limit, and waits until it prints
 /// its address.
 pub fn serve(arguments: &[&str], limit: ByteSize) -> Result<(Process, SocketAddr), BoxError> {

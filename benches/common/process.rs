@@ -10,10 +10,12 @@ use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::str::FromStr;
+use std::sync::Barrier;
 use std::sync::mpsc::{self, Receiver};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use lowtide::heap::purge_now;
 use lowtide::{BoxError, ByteSize};
 
 #[path = "../../examples/comparison/cgroup.rs"]
@@ -235,6 +237,26 @@ pub fn kernel_value(file: impl AsRef<Path>, key: &str) -> Result<u64, BoxError> 
     let line = text.lines().find_map(|line| line.strip_prefix(key));
     let number = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
     number.ok_or_else(|| format!("no {key}").into())
+}
+
+/// Returns the resident KiB of this process while 8 threads, which have done this work, wait. Idle
+/// pages are purged first, since a service's decay releases them within seconds.
+pub fn resident_at_rest(work: impl Fn() + Sync) -> Result<u64, BoxError> {
+    let done = Barrier::new(9);
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                work();
+                done.wait();
+                done.wait();
+            });
+        }
+        done.wait();
+        purge_now()?;
+        let resident = kernel_value("/proc/self/smaps_rollup", "Rss:");
+        done.wait();
+        resident
+    })
 }
 
 /// Returns the name of each thread of a process and its nanoseconds on a CPU, by `schedstat`. The ticks

@@ -1,4 +1,4 @@
-//! Control: what admission, sampling and managed resources cost those who use them.
+//! Control: what admission, sampling, managed resources and the heap cost those who use them.
 //!
 //! Real threads and real time; the median of some rounds is told, because other work shares the
 //! machine. Whether the service survives under load is the bench `overload`'s; how the whole
@@ -6,21 +6,28 @@
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
+#![expect(clippy::print_stdout, reason = "the program that started this one reads it")]
+#![expect(unsafe_code, reason = "allocators are called as such")]
 
+use std::alloc::{GlobalAlloc, Layout};
 use std::hint::black_box;
 use std::process::ExitCode;
+use std::ptr::null_mut;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::Parser;
+use common::callgrind::{Counted, per_step};
 use common::figures::{Figures, count, median};
-use common::process::nanos_of;
+use common::number_of;
+use common::process::{nanos_of, resident_at_rest};
 use lowtide::clock::{Bell, Clock as _, SystemClock};
 use lowtide::device::Region;
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_admission::{Admission, Budget, Cost, Signals};
-use lowtide_heap::{HeapProbe, thread_totals};
+use lowtide_heap::{Heap, HeapProbe, flush_thread_cache, thread_totals};
+use tikv_jemallocator::Jemalloc;
 use tokio::sync::Semaphore;
 
 lowtide::global_allocator!(balanced);
@@ -34,6 +41,8 @@ enum Part {
     Managed,
     /// The cost of the control loop.
     Sampler,
+    /// The cost of blocks of the heap.
+    Heap,
 }
 
 /// What admission, sampling and managed resources cost.
@@ -45,6 +54,8 @@ struct Cli {
     /// Judges no time: one round, and a small process to sample.
     #[arg(long)]
     counted: bool,
+    #[command(flatten)]
+    child: Counted,
 }
 
 const TURNS: u32 = 1_000_000;
@@ -62,6 +73,9 @@ const READINGS: usize = 2000;
 
 fn main() -> ExitCode {
     common::main(|cli: Cli| {
+        if let Some(work) = &cli.child.be {
+            return be(work, cli.child.steps).map(|()| true);
+        }
         let mut figures = Figures::new(cli.counted);
         let rounds = if cli.counted { 1 } else { 9 };
         let wanted = |part| cli.parts.is_empty() || cli.parts.contains(&part);
@@ -73,6 +87,9 @@ fn main() -> ExitCode {
         }
         if wanted(Part::Sampler) {
             sampler(cli.counted, &mut figures)?;
+        }
+        if wanted(Part::Heap) {
+            heap(&mut figures)?;
         }
         Ok(figures.print())
     })
@@ -224,4 +241,58 @@ fn floor() -> Result<f64, BoxError> {
         stop.store(true, Ordering::Release);
         share
     })
+}
+
+/// Settings for threads that hold many blocks at once (docs/TUNING.md).
+const SLOTS: &str = "tcache_nslots_small_min:128,tcache_nslots_large:64";
+/// The most blocks at once.
+const HELD: usize = 64;
+
+/// Instructions of a block's allocation and release: by [`Heap`] over `tikv-jemallocator`, and with
+/// [`SLOTS`]; and what [`SLOTS`] add to resident memory.
+fn heap(figures: &mut Figures) -> Result<(), BoxError> {
+    let plain = per_step("", "plain 64 1", 200_000)?;
+    let pair = per_step("", "heap 64 1", 200_000)? / plain;
+    figures.at_most("light.heap.pair64", pair, "ratio", 1.01);
+    for (name, work, most) in [("1k", "heap 1024 64", 130.0), ("16k", "heap 16384 64", 400.0)] {
+        let each = per_step(SLOTS, work, 2000)? / count(HELD as u64);
+        figures.at_most(format!("light.heap.live_{name}"), each, "instructions", most);
+    }
+    let more = number_of(SLOTS, "rest")? - number_of("", "rest")?;
+    figures.at_most("light.heap.rest", more / 1024.0, "MiB", 2.0);
+    Ok(())
+}
+
+/// Allocates and frees blocks: `heap` or `plain`, their bytes, and how many at once. Or is a process
+/// whose threads rest after that, with empty caches, and prints its resident KiB.
+fn be(work: &str, steps: usize) -> Result<(), BoxError> {
+    if let [allocator, bytes, held] = work.split(' ').collect::<Vec<_>>()[..] {
+        let heap: &dyn GlobalAlloc = if allocator == "heap" { &Heap } else { &Jemalloc };
+        blocks(heap, bytes.parse()?, held.parse()?, steps);
+        return Ok(());
+    }
+    let resident = resident_at_rest(|| {
+        (4..15).for_each(|bits| blocks(&Heap, 1 << bits, HELD, 10));
+        flush_thread_cache().expect("flushed");
+    });
+    println!("{}", resident?);
+    Ok(())
+}
+
+/// Allocates blocks and frees them, again and again.
+fn blocks(heap: &dyn GlobalAlloc, bytes: usize, held: usize, steps: usize) {
+    let layout = Layout::array::<u64>(black_box(bytes) / 8).expect("a size");
+    let mut blocks = [null_mut(); HELD];
+    for _ in 0..steps {
+        for block in &mut blocks[..held] {
+            // SAFETY: the layout has a size.
+            *block = unsafe { heap.alloc(layout) };
+            // SAFETY: it has so many bytes; there is memory.
+            unsafe { block.write(1) };
+        }
+        for block in &blocks[..held] {
+            // SAFETY: it came from this allocator with this layout.
+            unsafe { heap.dealloc(*block, layout) };
+        }
+    }
 }

@@ -87,7 +87,7 @@ fn be(who: &str, steps: usize) {
 /// Instructions of an operation of the mix, less those of a loop without an allocator: what chance
 /// and bookkeeping of the bench cost is not counted.
 fn instructions(figures: &mut Figures) {
-    let of = |who: &str| per_step(who, COUNTED);
+    let of = |who: &str| per_step("", who, COUNTED);
     for (prefix, who, goal) in
         [("", "ours", 300.0), ("peer.offset-allocator.", "offset-allocator", NO_GOAL)]
     {

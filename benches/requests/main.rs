@@ -224,7 +224,7 @@ fn ask(service: &mut axum::Router) -> Result<(), BoxError> {
 fn instructions(figures: &mut Figures) -> Result<(), BoxError> {
     let count = |counted: &str| {
         let steps = if counted.starts_with("hello") { HELLOS } else { POLLS };
-        per_step(counted, steps)
+        per_step("", counted, steps)
     };
     let more = |of: &str| Ok::<_, BoxError>(count(of)? - count(&format!("{of}-bare"))?);
     let mut add = |name: &str, value, unit, most| {
