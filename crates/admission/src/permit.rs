@@ -39,8 +39,8 @@ struct RequestReservation {
     cost: Cost,
     /// The permit grows beyond the allowance, as it was reserved.
     is_exempt: bool,
-    /// The host memory that the request holds, if it is measured.
-    measured: Option<ByteSize>,
+    /// The host memory that the request holds, or [`ByteSize::MAX`] if it is not measured.
+    measured: ByteSize,
     /// The host memory that it had reserved when its need was declared unknown.
     unlearned: ByteSize,
     /// What it reserves again when it resumes, while it is suspended.
@@ -103,10 +103,6 @@ impl Permit {
         Some(request)
     }
 
-    const fn is_request(&self) -> bool {
-        matches!(self.held, PermitHold::Host(_) | PermitHold::Request(_))
-    }
-
     /// Returns the state of the admission in which its bytes are reserved.
     #[inline]
     #[must_use]
@@ -136,7 +132,7 @@ impl Permit {
     #[inline]
     #[must_use]
     pub fn claim(&self) -> ByteSize {
-        let suspended = self.request().and_then(|request| request.claim);
+        let suspended = if let Some(request) = self.request() { request.claim } else { None };
         suspended.unwrap_or_default().max(self.cost().host)
     }
 
@@ -177,7 +173,7 @@ impl Permit {
     /// As for [`Permit::grow`], but the rejection is not counted.
     pub fn grow_with(&mut self, bytes: ByteSize, priority: Priority) -> Result<(), Rejected> {
         let held = self.cost().host;
-        if !self.is_request() {
+        if let PermitHold::Resource(_) = self.held {
             let asked = held.saturating_add(bytes);
             return Err(Rejected::TooLarge { budget: Budget::Host, asked, ceiling: held });
         }
@@ -237,7 +233,7 @@ impl Permit {
     /// Reserves host memory up to `held` bytes in total, even beyond the allowance, because the
     /// bytes are in use. Returns the bytes added. Does nothing on a resource's permit.
     pub fn raise(&mut self, held: ByteSize) -> ByteSize {
-        if !self.is_request() {
+        if let PermitHold::Resource(_) = self.held {
             return ByteSize::ZERO;
         }
         let more = held.saturating_sub(self.cost().host);
@@ -250,7 +246,13 @@ impl Permit {
     /// the correction factor is learned from what the request holds, and not from what it has
     /// reserved. Does nothing on a resource's permit.
     pub fn report(&mut self, held: ByteSize) {
-        self.change(|request| request.measured = Some(held));
+        let unheld = &self.state.host.unheld;
+        let Some(request) = self.request_mut() else { return };
+        let before = request.cost.host.saturating_sub(request.measured);
+        request.measured = held;
+        // A difference, which may be negative: additions wrap.
+        let more = request.cost.host.saturating_sub(held).get().wrapping_sub(before.get());
+        unheld.fetch_add(more, Ordering::Relaxed);
     }
 
     /// Declares that the need of the request is not known, since it has this slot of a slow start:
@@ -285,7 +287,7 @@ impl Permit {
     /// Releases the host memory that a request has reserved beyond `most`. Wakes none that waits.
     pub fn keep(&mut self, most: ByteSize) {
         let part = self.cost().host.saturating_sub(most);
-        if self.is_request() && !part.is_zero() {
+        if !matches!(self.held, PermitHold::Resource(_)) && !part.is_zero() {
             self.change(|request| request.cost.host = most);
             self.state.host.release(part);
         }
@@ -353,7 +355,7 @@ impl Permit {
     #[inline]
     #[must_use]
     pub fn is_suspended(&self) -> bool {
-        self.request().is_some_and(|request| request.claim.is_some())
+        matches!(self.request(), Some(RequestReservation { claim: Some(_), .. }))
     }
 
     /// Returns `false` if it was admitted to receive its body, and its claim was never reserved.
@@ -385,46 +387,44 @@ impl Permit {
 impl RequestReservation {
     const fn new(cost: Cost, is_exempt: bool) -> Self {
         let unlearned = ByteSize::ZERO;
-        let (measured, claim, observed, is_started) = (None, None, None, true);
+        let (measured, claim, observed, is_started) = (ByteSize::MAX, None, None, true);
         Self { cost, is_exempt, measured, unlearned, claim, observed, is_started }
     }
 
     /// Returns its parts of the sums over all requests ([`AdmissionState::replace_parts`]).
     fn parts(&self) -> [ByteSize; 5] {
-        let Cost { host, device } = self.cost;
-        let unheld = self.measured.map_or(ByteSize::ZERO, |held| host.saturating_sub(held));
-        let only = |is_it, bytes| if is_it { bytes } else { ByteSize::ZERO };
-        let (suspended, is_observed) = (only(self.claim.is_some(), host), self.observed.is_some());
-        [unheld, suspended, self.unlearned, only(is_observed, host), only(is_observed, device)]
+        let suspended = if self.claim.is_some() { self.cost.host } else { ByteSize::ZERO };
+        let observed = if self.observed.is_some() { self.cost } else { Cost::ZERO };
+        let unheld = self.cost.host.saturating_sub(self.measured);
+        [unheld, suspended, self.unlearned, observed.host, observed.device]
     }
-}
 
-impl PermitHold {
-    /// Releases what is not a request of host memory alone.
-    #[cold]
-    fn end(&mut self, state: &'static AdmissionState) {
-        match self {
-            Self::Host(_) => {}
-            Self::Request(request) => {
-                state.replace_parts(request.parts(), Default::default());
-                state.finish(request.cost, request.is_exempt);
-            }
-            Self::Resource(held) => {
-                if let Some(both) = held.take() {
-                    let (host, device) = *both;
-                    state.unload(host, device);
-                }
-            }
+    /// Releases what it has reserved.
+    #[inline(never)]
+    fn end(&self, state: &'static AdmissionState) {
+        let is_apart = self.is_exempt || self.claim.is_some() || self.observed.is_some();
+        if is_apart || !self.unlearned.is_zero() || !self.cost.device.is_zero() {
+            state.replace_parts(self.parts(), Default::default());
+            return state.finish(self.cost, self.is_exempt);
         }
+        // As most requests end: of the sums, it is in one.
+        let unheld = self.cost.host.saturating_sub(self.measured);
+        state.host.unheld.fetch_sub(unheld.get(), Ordering::Relaxed);
+        state.finish_host(self.cost.host);
     }
 }
 
 impl Drop for Permit {
     #[inline]
     fn drop(&mut self) {
-        match self.held {
-            PermitHold::Host(bytes) => self.state.finish_host(bytes),
-            PermitHold::Request(_) | PermitHold::Resource(_) => self.held.end(self.state),
+        match &mut self.held {
+            PermitHold::Host(bytes) => self.state.finish_host(*bytes),
+            PermitHold::Request(request) => request.end(self.state),
+            PermitHold::Resource(held) => {
+                if let Some((host, device)) = held.take().map(|both| *both) {
+                    self.state.unload(host, device);
+                }
+            }
         }
     }
 }
