@@ -6,7 +6,6 @@
 //!
 //! Invariant: `held` is the sum of all live shares.
 
-use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -36,26 +35,32 @@ pub const EXEMPT_BODY_MAX: ByteSize = ByteSize::kib(64);
 const CEILING_PART: u64 = 16;
 
 /// The exempt paths of one layer, and the memory held by their requests. Clones share the latter.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct ExemptPaths {
-    paths: BTreeSet<Cow<'static, str>>,
+    paths: BTreeSet<String>,
+    /// A bit for the length of each path, modulo 64: most other paths need no look-up.
+    lengths: u64,
     held: Arc<AtomicU64>,
 }
 
 impl ExemptPaths {
     /// Returns the paths of health checks.
     pub(super) fn of_health() -> Self {
-        Self { paths: HEALTH_PATHS.map(Cow::Borrowed).into(), held: Arc::default() }
+        let mut paths = Self::default();
+        paths.add(HEALTH_PATHS);
+        paths
     }
 
     /// Adds paths.
     pub(super) fn add<P: Into<String>>(&mut self, paths: impl IntoIterator<Item = P>) {
-        self.paths.extend(paths.into_iter().map(|path| Cow::Owned(path.into())));
+        self.paths.extend(paths.into_iter().map(Into::into));
+        self.lengths = self.paths.iter().fold(0, |bits, path| bits | 1 << (path.len() % 64));
     }
 
     /// Returns `true` if requests for this path are exempt.
+    #[inline]
     pub(super) fn contains(&self, path: &str) -> bool {
-        self.paths.contains(path)
+        self.lengths >> (path.len() % 64) & 1 == 1 && self.paths.contains(path)
     }
 
     /// Returns the share of a request for an exempt path; `None` if it declares too long a body, or
