@@ -97,26 +97,24 @@ pin_project! {
 }
 
 impl<Q: Body> RequestBody<Q> {
-    /// Creates a body that only passes: it belongs to no permit, or another body records it.
-    pub(super) fn passed(body: Q) -> Self {
-        Self::of(body, None, false)
-    }
-
-    pub(super) fn new(body: Q, permit: &RequestPermit) -> Self {
-        let is_arriving = !body.is_end_stream();
-        if !is_arriving {
-            permit.arrived();
-        } else if !has_unknown_length(&body) {
-            permit.arrives();
+    /// Creates the body of a request with this permit. Without one it only passes: another layer
+    /// has admitted the request.
+    #[inline]
+    pub(super) fn new(body: Q, permit: Option<&RequestPermit>) -> Self {
+        let (mut is_arriving, mut followed) = (false, None);
+        if let Some(permit) = permit
+            && !body.is_end_stream()
+        {
+            is_arriving = true;
+            if !has_unknown_length(&body) {
+                permit.arrives();
+            }
+            if permit.is_measured() || permit.limits().is_some() {
+                followed = Some(permit.clone());
+            }
         }
-        let is_followed = permit.is_measured() || permit.limits().is_some();
-        let permit = (is_followed && is_arriving).then(|| permit.clone());
-        Self::of(body, permit, is_arriving)
-    }
-
-    fn of(body: Q, permit: Option<RequestPermit>, is_arriving: bool) -> Self {
         let (body, last, place) = (Some(body), None, QueuePlace::NONE);
-        Self { body, permit, is_arriving, is_unread: true, last, place }
+        Self { body, permit: followed, is_arriving, is_unread: true, last, place }
     }
 }
 
@@ -150,7 +148,8 @@ fn and_kept(left: &SizeHint, kept: usize) -> SizeHint {
 /// The end of a body that the handler has not got yet.
 #[derive(Debug)]
 enum Last {
-    Frame(Frame<Bytes>),
+    /// Boxed, since few bodies have one.
+    Frame(Box<Frame<Bytes>>),
     /// It ends without a further frame.
     End,
 }
@@ -181,7 +180,7 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
             }
             // The length of the frame stands for what the layers below allocate.
             let polled = match this.last.take() {
-                Some(Last::Frame(frame)) => Poll::Ready(Some(Ok(frame))),
+                Some(Last::Frame(frame)) => Poll::Ready(Some(Ok(unmeasured(|| *frame)))),
                 Some(Last::End) => Poll::Ready(None),
                 None => {
                     let polled = unmeasured(|| body.as_mut().poll_frame(cx));
@@ -206,7 +205,7 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
                 break polled;
             }
             *this.last = match polled {
-                Poll::Ready(Some(Ok(frame))) => Some(Last::Frame(frame)),
+                Poll::Ready(Some(Ok(frame))) => Some(Last::Frame(unmeasured(|| Box::new(frame)))),
                 Poll::Ready(None) => Some(Last::End),
                 Poll::Ready(Some(Err(_))) => {
                     // Nothing more arrives.
@@ -393,16 +392,12 @@ impl Limited {
         self.rest.split_to(self.rest.len().min(PIECE_MAX))
     }
 
-    /// Returns the first piece of a frame if its pace counts.
-    fn split(&mut self, frame: Frame<Bytes>, permit: &RequestPermit) -> Frame<Bytes> {
+    /// Leaves the first piece of a frame if its pace counts.
+    fn split(&mut self, frame: &mut Frame<Bytes>, permit: &RequestPermit) {
         let is_paced = permit.limits().is_some_and(|limits| limits.response().is_some());
-        match frame.into_data() {
-            Ok(data) if is_paced => {
-                self.rest = data;
-                Frame::data(self.next_piece())
-            }
-            Ok(data) => Frame::data(data),
-            Err(frame) => frame,
+        if let Some(data) = frame.data_mut().filter(|_| is_paced) {
+            self.rest = std::mem::take(data);
+            *data = self.next_piece();
         }
     }
 }
@@ -454,29 +449,22 @@ impl<E: Into<Self>> From<ResponseBodyError<E>> for BoxError {
 }
 
 impl<R: Body> ResponseBody<R> {
-    /// Creates the body of a request that another layer has admitted.
-    pub(super) const fn passed(body: R) -> Self {
-        let body = Scoped::new(body, None);
-        Self::of(body, None, None)
-    }
-
+    /// Creates the body of a response to a request with this permit. There is none if another layer
+    /// has admitted the request.
     #[inline]
-    pub(super) fn admitted(
+    pub(super) fn new(
         body: R,
-        permit: RequestPermit,
+        permit: Option<RequestPermit>,
         reports: Option<Arc<LoadReports>>,
     ) -> Self {
-        let has_limits = permit.limits().is_some() && !body.is_end_stream();
-        let limited = if has_limits { Limited::new(&permit) } else { None };
-        Self::of(Scoped::new(body, Some(permit)), limited, reports)
-    }
-
-    const fn of(
-        body: Scoped<R>,
-        limited: Option<Box<Limited>>,
-        reports: Option<Arc<LoadReports>>,
-    ) -> Self {
-        let (frames, is_stream) = (0, false);
+        let mut limited = None;
+        if let Some(permit) = &permit
+            && permit.limits().is_some()
+            && !body.is_end_stream()
+        {
+            limited = Limited::new(permit);
+        }
+        let (body, frames, is_stream) = (Scoped { inner: Some(body), permit }, 0, false);
         Self { kind: ResponseKind::Admitted { body, frames, is_stream, limited, reports } }
     }
 }
@@ -491,7 +479,7 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         match self.project().kind.project() {
             ResponseKindProject::Admitted { mut body, frames, is_stream, limited, reports } => {
-                if let (Some(limits), Some(permit)) = (&mut *limited, body.permit()) {
+                if let (Some(limits), Some(permit)) = (&mut *limited, body.permit.as_ref()) {
                     if let Some(rejected) = permit.cut() {
                         body.end();
                         *limited = None;
@@ -503,40 +491,38 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
                         return Poll::Ready(Some(Ok(Frame::data(piece))));
                     }
                 }
-                if body.get().is_none() {
+                if body.inner.is_none() {
                     return Poll::Ready(None);
                 }
                 let poll = |body: Pin<&mut R>| body.poll_frame(cx);
-                let polled = body.as_mut().poll_with(poll, |body, _| body.is_end_stream());
-                let polled = polled.map_err(ResponseBodyError::Inner);
-                let Some(permit) = body.permit() else { return polled };
+                let mut polled = body.as_mut().poll_with(poll, |body, _| body.is_end_stream());
+                let Some(permit) = body.permit.as_ref() else {
+                    return polled.map_err(ResponseBodyError::Inner);
+                };
                 let is_long = polled.is_pending() || *frames >= PLAIN_FRAMES;
-                if is_long && !*is_stream && body.get().is_some_and(has_unknown_length) {
+                if is_long && !*is_stream && body.inner.as_ref().is_some_and(has_unknown_length) {
                     *is_stream = permit.goes_on();
                 }
-                let mut frame = match polled {
-                    Poll::Ready(Some(Ok(frame))) => frame,
-                    Poll::Ready(Some(Err(error))) => return Poll::Ready(Some(Err(error))),
-                    Poll::Ready(None) => {
-                        permit.sends(Poll::Ready(0), cx.waker());
-                        return Poll::Ready(None);
+                match &mut polled {
+                    Poll::Ready(Some(Ok(frame))) => {
+                        if let (Some(reports), Some(trailers)) = (reports, frame.trailers_mut()) {
+                            reports.attach_to_trailers(trailers);
+                        }
+                        if permit.is_measured()
+                            && let Some(data) = frame.data_mut()
+                        {
+                            ResponseFrame::send(data, permit, frames);
+                        }
+                        if let Some(limits) = limited {
+                            limits.split(frame, permit);
+                            permit.sends(Poll::Ready(data_length(frame)), cx.waker());
+                        }
                     }
-                    Poll::Pending => {
-                        permit.sends(Poll::Pending, cx.waker());
-                        return Poll::Pending;
-                    }
-                };
-                if let (Some(reports), Some(trailers)) = (reports, frame.trailers_mut()) {
-                    reports.attach_to_trailers(trailers);
+                    Poll::Ready(Some(Err(_))) => {}
+                    Poll::Ready(None) => permit.sends(Poll::Ready(0), cx.waker()),
+                    Poll::Pending => permit.sends(Poll::Pending, cx.waker()),
                 }
-                if let Some(data) = frame.data_mut().filter(|_| permit.is_measured()) {
-                    ResponseFrame::send(data, permit, frames);
-                }
-                if let Some(limits) = limited {
-                    frame = limits.split(frame, permit);
-                    permit.sends(Poll::Ready(data_length(&frame)), cx.waker());
-                }
-                Poll::Ready(Some(Ok(frame)))
+                polled.map_err(ResponseBodyError::Inner)
             }
             ResponseKindProject::Rejected { text } => {
                 Poll::Ready(text.take().map(|text| Ok(Frame::data(text))))
@@ -548,7 +534,7 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
         match &self.kind {
             ResponseKind::Admitted { body, limited, .. } => {
                 limited.as_ref().is_none_or(|limits| limits.rest.is_empty())
-                    && body.get().is_none_or(Body::is_end_stream)
+                    && body.inner.as_ref().is_none_or(Body::is_end_stream)
             }
             ResponseKind::Rejected { text } => text.is_none(),
         }
@@ -557,10 +543,13 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
     fn size_hint(&self) -> SizeHint {
         match &self.kind {
             ResponseKind::Admitted { body, limited, .. } => {
-                let left = || body.get().map_or_else(|| SizeHint::with_exact(0), Body::size_hint);
+                let left = match &body.inner {
+                    Some(body) => body.size_hint(),
+                    None => SizeHint::with_exact(0),
+                };
                 match limited {
-                    None => left(),
-                    Some(limits) => and_kept(&left(), limits.rest.len()),
+                    None => left,
+                    Some(limits) => and_kept(&left, limits.rest.len()),
                 }
             }
             ResponseKind::Rejected { text } => {

@@ -154,7 +154,10 @@ impl Estimate for ContentLength {
 
     #[inline]
     fn estimate_with_length(&self, _: &Parts, length: Option<ByteSize>) -> (Cost, Priority) {
-        let bytes = length.map_or(self.unknown, |length| scaled(length, self.factor));
+        let bytes = match length {
+            Some(length) => scaled(length, self.factor),
+            None => self.unknown,
+        };
         (Cost::host(bytes.max(self.least)), self.priority)
     }
 }
@@ -192,7 +195,7 @@ pub(super) fn body_length(head: &Parts) -> Option<ByteSize> {
 }
 
 fn is_bare(method: &Method) -> bool {
-    [Method::GET, Method::HEAD, Method::OPTIONS, Method::TRACE].contains(method)
+    matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE)
 }
 
 /// Returns the length of the body that the head declares, and `true` if a header does.
@@ -204,7 +207,7 @@ fn head_length(head: &Parts) -> (Option<ByteSize>, bool) {
         let length = number(length.as_bytes());
         return (length, length.is_some());
     }
-    let is_empty = is_bare(&head.method) || head.version <= Version::HTTP_11;
+    let is_empty = head.version <= Version::HTTP_11 || is_bare(&head.method);
     (is_empty.then_some(ByteSize::ZERO), false)
 }
 

@@ -44,7 +44,7 @@ use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment, SystemClock};
 use crate::config::Config;
 use crate::memory::add_request_event;
-use lowtide_admission::layer::{GRACE, Turn, Waiting};
+use lowtide_admission::layer::{GRACE, Waiting};
 use lowtide_admission::learning::{Compared, Kind, Needs, READS, SlowStartPermit};
 use lowtide_admission::{Admission, Budget, Cost, Permit, Priority, Rejected};
 use lowtide_heap::is_measured;
@@ -56,8 +56,8 @@ use super::estimate::{ContentLength, Estimate, UNDECLARED, body_length, note_len
 use super::exempt::{ExemptPaths, ExemptShare};
 use super::load_report::{Carrier, LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReports};
 use super::permit::{
-    QueuePlace, RequestHolds, RequestPermit, RequestTerms, ResumeOptions, UPGRADED, WINDOW,
-    enter_slow_start, enter_turn,
+    QueuePlace, RequestHolds, RequestPermit, RequestTerms, ResumeOptions, WINDOW, enter_slow_start,
+    enter_turn,
 };
 use super::rejection::{Drain, negotiated};
 use super::scoped::Scoped;
@@ -513,18 +513,25 @@ impl Memory {
 }
 
 impl<E: Estimate> MemoryLayer<E> {
-    /// Returns what a request costs, its priority, and its share if it is exempt by its path.
+    /// Returns what a request costs, its priority, and its share if it is exempt: by its path, or as
+    /// a stream of load reports.
+    #[inline]
     fn cost(
         &self,
         head: &Parts,
         body: &impl Body,
         length: Option<ByteSize>,
     ) -> (Cost, Priority, Option<ExemptShare>) {
-        let settings = &*self.settings;
-        if settings.exempt.as_ref().is_some_and(|is_exempt| is_exempt(head)) {
+        let LayerSettings { exempt, exempt_paths, load_reports, admission, .. } = &*self.settings;
+        if exempt.as_ref().is_some_and(|is_exempt| is_exempt(head)) {
             return (Cost::ZERO, Priority::Exempt, None);
         }
-        if let Some(share) = settings.exempt_share(head, body) {
+        let path = head.uri.path();
+        let streams = load_reports.as_ref().is_some_and(|reports| reports.has_streams());
+        if (exempt_paths.contains(path) || streams && path == LOAD_REPORT_STREAM_PATH)
+            && let Some(share) =
+                exempt_paths.share(head, body, admission.ledger(Budget::Host).ceiling())
+        {
             return (Cost::host(share.bytes), Priority::Exempt, Some(share));
         }
         let (cost, priority) = self.estimate.estimate_with_length(head, length);
@@ -541,60 +548,79 @@ impl<E: Estimate> MemoryLayer<E> {
         is_last: bool,
     ) -> Result<RequestPermit, NotAdmitted> {
         let settings = &*self.settings;
+        let LayerSettings { admission, clock, max_wait, starts_slowly, .. } = settings;
+        let (state, within) = (admission.state(), *max_wait);
         let (mut cost, priority, share) = self.cost(head, body, length);
         let is_exempt = priority == Priority::Exempt;
-        let is_measured = settings.admission.is_managed() && is_measured();
-        let (method, (route, is_matched)) = (&head.method, route(head));
-        let learns = is_measured || settings.route_key.is_some();
-        let need = (learns && !is_exempt).then(|| settings.need(head, route, length, &mut cost));
-        let slot = match &need {
-            Some(need) => settings.enter(need, &mut cost, is_measured, waiting),
-            None => Ok(None),
-        };
-        let takes_turns = is_measured && !is_exempt && !settings.max_wait.is_zero();
-        let turn = if takes_turns { settings.admission.state().turn(cost.host) } else { None };
-        let entered = || enter_turn(turn.as_ref(), settings.admission.state(), waiting, is_last);
-        let slot = slot.and_then(|slot| entered().map(|()| slot));
+        let is_measured = admission.is_managed() && is_measured();
+        let (route, is_matched) = route(head);
+        let (mut need, mut slot) = (None, Ok(None));
+        if !is_exempt && (is_measured || settings.route_key.is_some()) {
+            let learned = settings.need(head, route, length, &mut cost);
+            let estimate = cost.host;
+            let room = admission.ledger(Budget::Host).learned_room();
+            cost.host = learned.claim(room);
+            // A request that is too large, or that arrives during shutdown, is rejected for that
+            // reason, by the admission.
+            if is_measured && *starts_slowly && estimate <= room.first && !admission.is_closed() {
+                slot = enter_slow_start(&learned, room, (state, clock), waiting);
+            }
+            need = Some(learned);
+        }
+        let mut turn = None;
+        if is_measured && !is_exempt && !within.is_zero() {
+            turn = state.turn(cost.host);
+            if let (Some(turn), Ok(_)) = (&turn, &slot)
+                && let Err(rejected) = enter_turn(turn, state, waiting, is_last)
+            {
+                slot = Err(rejected);
+            }
+        }
         // The device memory of one budget for both is not measured.
-        let is_host = settings.admission.state().by_budget(cost).host == cost.host;
+        let is_host = cost.device.is_zero() || state.by_budget(cost).host == cost.host;
         let can_suspend = is_measured && is_host && !is_exempt;
         let is_http2 = head.version == Version::HTTP_2;
-        let reads = need.as_ref().is_some_and(|need| need.has(READS));
-        let may_receive = can_suspend && is_http2 && reads && !body.is_end_stream();
-        let label = format_args!("{method} {route}");
+        let is_arriving = !body.is_end_stream();
+        let reads = is_http2 && need.as_ref().is_some_and(|need| need.has(READS));
+        let may_receive = can_suspend && reads && is_arriving;
+        let label = format_args!("{} {route}", head.method);
         let booked = settings.book(slot, (cost, priority), &label, waiting, may_receive);
-        let (permit, slot) = booked.map_err(|rejected| NotAdmitted { rejected, cost, priority })?;
+        let (permit, slot) = match booked {
+            Ok(booked) => booked,
+            Err(rejected) => return Err(NotAdmitted { rejected, cost, priority }),
+        };
         let is_suspended = permit.is_suspended();
-        // Until it resumes.
-        turn.iter().filter(|_| is_suspended).for_each(Turn::leave);
-        let enters = settings.starts_slowly && (slot.is_some() || is_suspended);
-        let enters = enters.then(|| (settings.admission.clone(), Arc::clone(&settings.clock)));
-        let max_wait = settings.max_wait;
-        let within = if max_wait.is_zero() { Config::MAX_WAIT } else { max_wait };
+        if let (Some(turn), true) = (&turn, is_suspended) {
+            // Until it resumes.
+            turn.leave();
+        }
+        let enters = *starts_slowly && (slot.is_some() || is_suspended);
+        let enters = enters.then(|| (admission.clone(), Arc::clone(clock)));
+        let within = if within.is_zero() { Config::MAX_WAIT } else { within };
         let tenant: Option<&Tenant> = if is_measured { head.extensions.get() } else { None };
-        let number = self.number_of(tenant);
+        let number = tenant.map_or(0, |tenant| self.number_of(tenant));
         let has_limits = settings.max_hold.is_some() || settings.min_data_rate.is_some();
-        let cap = Some(settings.request_cap);
         let terms = RequestTerms {
             origin: RequestOrigin {
-                method: method.clone(),
+                method: head.method.clone(),
                 version: head.version,
                 route: RouteLabel::new(route),
                 is_matched,
                 tenant: tenant.cloned(),
                 // gRPC needs HTTP/2.
-                content_type: head.headers.get(CONTENT_TYPE).filter(|_| is_http2).cloned(),
+                content_type: if is_http2 { head.headers.get(CONTENT_TYPE).cloned() } else { None },
             },
-            cap: cap.filter(|cap| is_measured && !is_exempt && cap.is_finite()),
+            cap: if is_measured && !is_exempt { settings.request_cap } else { f64::INFINITY },
             turn,
             is_measured,
             is_exempt,
             resumes: can_suspend.then_some(ResumeOptions { priority, tenant: number, within }),
             // A trusted estimate may cover memory that is not measured, so it is not replaced.
-            reports: is_measured && settings.starts_slowly,
+            reports: is_measured && *starts_slowly,
             limits: if has_limits { settings.time_limits(head, priority) } else { None },
         };
-        Ok(RequestPermit::new(terms, RequestHolds { permit, need, share, slot, enters }))
+        let holds = RequestHolds { permit, need, share, slot, enters };
+        Ok(RequestPermit::new(terms, holds, is_arriving))
     }
 
     /// Returns `true` if another layer of this admission has admitted the request, so that it has a
@@ -616,36 +642,43 @@ impl<E: Estimate> MemoryLayer<E> {
         if max_wait.is_zero() || !refused.rejected.may_wait() {
             return None;
         }
-        let tenant = self.number_of(head.extensions.get());
+        let tenant = head.extensions.get().map_or(0, |tenant| self.number_of(tenant));
         admission.state().wait(refused.cost, refused.priority, tenant, Some(*max_wait))
     }
 
     /// Returns the number under which the requests of a tenant keep their order.
     #[inline]
-    fn number_of(&self, tenant: Option<&Tenant>) -> u64 {
-        tenant.map_or(0, |tenant| self.settings.hasher.hash_one(tenant.name()))
+    fn number_of(&self, tenant: &Tenant) -> u64 {
+        self.settings.hasher.hash_one(tenant.name())
     }
 
-    /// Calls the service for an admitted request.
+    /// Calls the service for a request, which has no permit if another layer has admitted it.
+    #[inline]
     fn start<S, Q, R>(
         &self,
         inner: &mut S,
-        (mut head, body): (Parts, Q),
-        permit: RequestPermit,
+        mut head: Parts,
+        body: Q,
+        permit: Option<RequestPermit>,
     ) -> RequestState<S, E, S::Future, Q>
     where
         S: Service<Request<RequestBody<Q>>, Response = Response<R>>,
         Q: Body<Data = Bytes>,
     {
-        head.extensions.insert(permit.clone());
-        let request = Request::from_parts(head, RequestBody::new(body, &permit));
-        let future = permit.measure(|| inner.call(request));
-        self.running(Scoped::new(future, Some(permit)))
-    }
-
-    fn running<S, F, Q>(&self, future: Scoped<F>) -> RequestState<S, E, F, Q> {
-        let (settings, place) = (Arc::clone(&self.settings), QueuePlace::NONE);
-        RequestState::Admitted { future, settings, cancelled_at: None, place }
+        let body = RequestBody::new(body, permit.as_ref());
+        let future = match &permit {
+            Some(permit) => {
+                head.extensions.insert(permit.clone());
+                permit.measure(|| inner.call(Request::from_parts(head, body)))
+            }
+            None => inner.call(Request::from_parts(head, body)),
+        };
+        RequestState::Admitted {
+            future: Scoped { inner: Some(future), permit },
+            settings: Arc::clone(&self.settings),
+            cancelled_at: None,
+            place: QueuePlace::NONE,
+        }
     }
 
     /// Rejects a request: its body is read, and then it is answered.
@@ -683,6 +716,7 @@ struct NotAdmitted {
 
 impl LayerSettings {
     /// Returns the need of requests like this one. Raises a cost for which no length is declared.
+    #[inline]
     fn need(
         &self,
         head: &Parts,
@@ -718,54 +752,22 @@ impl LayerSettings {
     ) -> Result<Booked, Rejected> {
         let state = self.admission.state();
         let may_receive = may_receive && cost.device.is_zero() && !self.max_wait.is_zero();
-        let receive = || {
-            let permit = || state.admit_suspended(WINDOW, cost.host, priority);
-            may_receive.then(permit)?.map(|permit| (permit, None))
-        };
-        if matches!(slot, Ok(Some(_)))
-            && let Some(received) = receive()
+        let receive = || state.admit_suspended(WINDOW, cost.host, priority);
+        if may_receive
+            && let Ok(Some(_)) = slot
+            && let Some(permit) = receive()
         {
-            return Ok(received);
+            return Ok((permit, None));
         }
-        let booked = slot.and_then(|slot| {
-            let permit = state.try_admit_uncounted(waiting, cost, priority, Some(label))?;
-            Ok((permit, slot))
-        });
-        booked.or_else(|rejected| {
-            let received = if rejected.may_wait() { receive() } else { None };
-            received.ok_or(rejected)
-        })
-    }
-
-    /// Replaces an estimate by what was learned, and enters the slow start of the route.
-    #[inline]
-    fn enter(
-        &self,
-        need: &Compared,
-        cost: &mut Cost,
-        is_measured: bool,
-        waiting: Option<&Waiting>,
-    ) -> Result<Option<Arc<SlowStartPermit>>, Rejected> {
-        let host = self.admission.ledger(Budget::Host);
-        let (estimate, room) = (cost.host, host.learned_room());
-        cost.host = need.claim(room);
-        let starts_slowly = is_measured && self.starts_slowly;
-        // A request that is too large, or that arrives during shutdown, is rejected for that
-        // reason, by the admission.
-        if !starts_slowly || estimate > room.first || self.admission.is_closed() {
-            return Ok(None);
-        }
-        enter_slow_start(&self.admission, need, &self.clock, waiting)
-    }
-
-    /// Returns the share of a request that is exempt by its path, or as a stream of load reports.
-    fn exempt_share(&self, head: &Parts, body: &impl Body) -> Option<ExemptShare> {
-        let path = head.uri.path();
-        let streams = || self.load_reports.as_ref().is_some_and(|reports| reports.has_streams());
-        let is_exempt =
-            self.exempt_paths.contains(path) || (path == LOAD_REPORT_STREAM_PATH && streams());
-        let ceiling = self.admission.ledger(Budget::Host).ceiling();
-        is_exempt.then(|| self.exempt_paths.share(head, body, ceiling))?
+        let rejected = match slot {
+            Ok(slot) => match state.try_admit_uncounted(waiting, cost, priority, Some(label)) {
+                Ok(permit) => return Ok((permit, slot)),
+                Err(rejected) => rejected,
+            },
+            Err(rejected) => rejected,
+        };
+        let received = if may_receive && rejected.may_wait() { receive() } else { None };
+        received.map(|permit| (permit, None)).ok_or(rejected)
     }
 
     /// Returns the time limits of a request, which need the ticks of a control loop.
@@ -816,14 +818,6 @@ impl LayerSettings {
     }
 }
 
-/// Returns `true` if the answer is a success. A gRPC error has status 200; if it has no body, the
-/// error is in the header `grpc-status`.
-fn is_success<B>(response: &Response<B>, may_be_grpc: bool) -> bool {
-    let status = response.status();
-    let is_error = may_be_grpc && response.headers().get("grpc-status").is_some_and(|of| of != "0");
-    !is_error && (status.is_success() || status.is_redirection() || status == UPGRADED)
-}
-
 impl<S, E> Layer<S> for MemoryLayer<E> {
     type Service = MemoryService<S, E>;
 
@@ -863,13 +857,11 @@ where
     fn call(&mut self, request: Request<Q>) -> Self::Future {
         let (mut head, body) = request.into_parts();
         if self.layer.has_admitted(&head) {
-            let request = Request::from_parts(head, RequestBody::passed(body));
-            let future = Scoped::new(self.inner.call(request), None);
-            return ResponseFuture { state: self.layer.running(future) };
+            return ResponseFuture { state: self.layer.start(&mut self.inner, head, body, None) };
         }
         let length = note_length(&mut head, &body);
         let state = match self.layer.admit(&head, &body, length, None, false) {
-            Ok(permit) => self.layer.start(&mut self.inner, (head, body), permit),
+            Ok(permit) => self.layer.start(&mut self.inner, head, body, Some(permit)),
             Err(refused) => self.refuse(head, body, refused),
         };
         ResponseFuture { state }
@@ -926,7 +918,8 @@ where
             let waiting = is_turn.then_some(&self.waiting);
             match self.layer.admit(&head, &body, body_length(&head), waiting, !is_turn) {
                 Ok(permit) => {
-                    return Poll::Ready(self.layer.start(&mut self.inner, (head, body), permit));
+                    let permit = Some(permit);
+                    return Poll::Ready(self.layer.start(&mut self.inner, head, body, permit));
                 }
                 Err(refused) if is_turn && refused.rejected.may_wait() => {}
                 Err(refused) => {
@@ -1002,13 +995,14 @@ where
         match state.project() {
             RequestStateProject::Waiting { .. } => unreachable!("it waits no more"),
             RequestStateProject::Admitted { mut future, settings, cancelled_at, place } => {
-                let starts = |permit: &RequestPermit| permit.poll_start(place, cx).is_ready();
-                let polled = match future.permit().is_none_or(starts) {
-                    true => future.as_mut().poll(cx),
-                    false => Poll::Pending,
+                let starts = match &future.permit {
+                    Some(permit) => permit.poll_start(place, cx).is_ready(),
+                    None => true,
                 };
-                let Some(permit) = future.permit() else {
-                    return polled.map_ok(|response| response.map(ResponseBody::passed));
+                let polled = if starts { future.as_mut().poll(cx) } else { Poll::Pending };
+                let Some(permit) = &future.permit else {
+                    let passed = |body| ResponseBody::new(body, None, None);
+                    return polled.map_ok(|response| response.map(passed));
                 };
                 let Poll::Ready(mut answered) = polled else {
                     let Some(rejected) = permit.waits(cx.waker()) else { return Poll::Pending };
@@ -1021,35 +1015,33 @@ where
                         settings.load_reports.as_deref(),
                     )));
                 };
-                if let Some(rejected) = permit.cancellation().filter(|_| cancelled_at.is_none()) {
+                if cancelled_at.is_none()
+                    && let Some(rejected) = permit.cancellation()
+                {
                     settings.report(permit, &rejected);
                 }
                 if let Ok(response) = &mut answered {
-                    let body = response.body();
-                    let is_whole = !body.is_end_stream() && body.size_hint().exact().is_some();
-                    permit.answered(is_success(response, permit.may_be_grpc()), is_whole);
+                    permit.answered(response);
                     if permit.upgrades(response.status()) {
                         permit.goes_on();
                         response.extensions_mut().insert(Upgraded::new(permit.clone()));
                     }
                 }
                 let mut trailers = None;
-                let answered = match (answered, &settings.load_reports) {
-                    (Ok(mut response), Some(reports)) => {
-                        if reports.attach(&mut response) == Carrier::Trailers {
-                            trailers = Some(Arc::clone(reports));
+                if let Some(reports) = &settings.load_reports {
+                    match &mut answered {
+                        Ok(response) => {
+                            if reports.attach(response) == Carrier::Trailers {
+                                trailers = Some(Arc::clone(reports));
+                            }
                         }
-                        Ok(response)
+                        Err(_) => reports.count_failed_call(),
                     }
-                    (Err(error), Some(reports)) => {
-                        reports.count_failed_call();
-                        Err(error)
-                    }
-                    (answered, None) => answered,
-                };
-                Poll::Ready(answered.map(|response| {
-                    response.map(|body| ResponseBody::admitted(body, permit.clone(), trailers))
-                }))
+                }
+                let permit = permit.clone();
+                let response = answered?;
+                let body = |body| ResponseBody::new(body, Some(permit), trailers);
+                Poll::Ready(Ok(response.map(body)))
             }
             RequestStateProject::Rejected { rest, reports } => {
                 rest.as_mut().poll(cx).map(|answer| Ok(reject_with(answer, reports.as_deref())))

@@ -17,8 +17,8 @@ pin_project! {
     pub(super) struct Scoped<F> {
         // `None` once it has completed.
         #[pin]
-        inner: Option<F>,
-        permit: Option<RequestPermit>,
+        pub(super) inner: Option<F>,
+        pub(super) permit: Option<RequestPermit>,
     }
 
     impl<F> PinnedDrop for Scoped<F> {
@@ -32,18 +32,6 @@ pin_project! {
 }
 
 impl<T> Scoped<T> {
-    pub(super) const fn new(inner: T, permit: Option<RequestPermit>) -> Self {
-        Self { inner: Some(inner), permit }
-    }
-
-    pub(super) const fn get(&self) -> Option<&T> {
-        self.inner.as_ref()
-    }
-
-    pub(super) const fn permit(&self) -> Option<&RequestPermit> {
-        self.permit.as_ref()
-    }
-
     /// Drops the wrapped value in its scope.
     pub(super) fn end(self: Pin<&mut Self>) {
         let mut this = self.project();
@@ -87,7 +75,7 @@ impl RequestPermit {
     /// # }
     /// ```
     pub fn scope<F: Future>(&self, future: F) -> impl Future<Output = F::Output> + use<F> {
-        Scoped::new(future, Some(self.clone()))
+        Scoped { inner: Some(future), permit: Some(self.clone()) }
     }
 }
 
@@ -110,7 +98,7 @@ impl<F: Future> Future for Scoped<F> {
 /// # }
 /// ```
 pub fn scope<F: Future>(future: F) -> impl Future<Output = F::Output> {
-    Scoped::new(future, RequestPermit::current())
+    Scoped { inner: Some(future), permit: RequestPermit::current() }
 }
 
 /// Attributes the memory of a closure to the request for which this thread runs, if there is one.

@@ -19,21 +19,13 @@ use lowtide_admission::layer::{NAME_MAX, Usage, shortened};
 use lowtide_admission::learning::Compared;
 use lowtide_heap::unmeasured;
 
-/// Passes the record of the request's route to `act`, or that of all routes without one.
+/// Returns the record of the request's route if it is kept with its need.
 #[inline]
-fn with_route<R>(
-    permit: &Permit,
-    origin: &RequestOrigin,
-    need: &Compared,
-    succeeded: bool,
-    act: impl FnOnce(&Arc<Usage>) -> R,
-) -> R {
-    match need.usage(|| (origin.method.as_str(), origin.route.as_bytes())) {
-        Some(usage) => act(usage),
-        None => act(&look_up(need, permit, origin, succeeded)),
-    }
+fn kept<'a>(need: &'a Compared, origin: &RequestOrigin) -> Option<&'a Arc<Usage>> {
+    need.usage(|| (origin.method.as_str(), origin.route.as_bytes()))
 }
 
+/// Returns the record of the request's route, or that of all routes without one.
 #[cold]
 fn look_up(
     need: &Compared,
@@ -60,7 +52,8 @@ impl LiveIn {
     /// Returns the records of a running request.
     #[cold]
     pub(super) fn new(permit: &Permit, origin: &RequestOrigin, need: &Compared) -> Self {
-        let route = with_route(permit, origin, need, false, Arc::clone);
+        let route = kept(need, origin).cloned();
+        let route = route.unwrap_or_else(|| look_up(need, permit, origin, false));
         let tenant = origin.tenant.as_ref().map(|tenant| of_tenant(permit, tenant));
         Self { route, tenant }
     }
@@ -84,7 +77,10 @@ pub(super) fn add(
     (peak, claim): (ByteSize, ByteSize),
 ) {
     let observed = permit.observed();
-    with_route(permit, origin, need, succeeded, |route| route.add(peak, claim, observed));
+    match kept(need, origin) {
+        Some(route) => route.add(peak, claim, observed),
+        None => look_up(need, permit, origin, succeeded).add(peak, claim, observed),
+    }
     if let Some(tenant) = &origin.tenant {
         of_tenant(permit, tenant).add(peak, claim, observed);
     }

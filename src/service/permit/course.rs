@@ -25,12 +25,13 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
-use http::{Method, StatusCode};
+use http::{Method, Response, StatusCode};
+use http_body::Body;
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::sync::atomic::Ordering;
-use lowtide_admission::layer::{REGISTERED_MIN, Waiting};
+use lowtide_admission::layer::{REGISTERED_MIN, Turn, Waiting};
 use lowtide_admission::learning::{GROWS_LATE, READS, STREAMS};
 use lowtide_admission::{RejectReason, Rejected};
 use lowtide_heap::{AccountMemory, unmeasured};
@@ -50,7 +51,7 @@ const STREAM_AFTER: Duration = Duration::from_secs(1);
 const LATE_AFTER: Duration = Duration::from_secs(60);
 
 /// The status of an answer after which the connection has another protocol.
-pub(in crate::service) const UPGRADED: StatusCode = StatusCode::SWITCHING_PROTOCOLS;
+const UPGRADED: StatusCode = StatusCode::SWITCHING_PROTOCOLS;
 
 /// What a suspended request reserves beyond what it holds, for the part of its body that arrives
 /// next. An estimate: what an HTTP/2 client may send on a stream without permission, by default.
@@ -122,7 +123,7 @@ impl RequestPermit {
         drop(held);
         // Operators look for what lasts long.
         self.register();
-        let RequestTerms { reports, resumes, .. } = self.terms();
+        let RequestTerms { reports, resumes, .. } = &self.0.owner().terms;
         !reports || resumes.is_none() || self.tend_stream(now)
     }
 
@@ -186,7 +187,7 @@ impl RequestPermit {
     /// Enters the queue to resume. Returns `None` if it is full, and if the request is never
     /// suspended.
     fn wait_to_resume(&self) -> Option<Waiting> {
-        let ResumeOptions { priority, tenant, within } = self.terms().resumes?;
+        let ResumeOptions { priority, tenant, within } = self.0.owner().terms.resumes?;
         self.held().holds.permit.wait_to_resume(priority, tenant, within)
     }
 
@@ -198,9 +199,13 @@ impl RequestPermit {
         self.change(|held| {
             let slot = held.holds.enter(waiting)?;
             let turn = admitted.terms.turn.as_ref();
-            enter_turn(turn, admitted.state, waiting, waiting.is_none())?;
+            if let Some(turn) = turn {
+                enter_turn(turn, admitted.state, waiting, waiting.is_none())?;
+            }
             let permit = &mut held.holds.permit;
-            permit.resume(waiting, priority).inspect_err(|_| admitted.leave_turn())?;
+            permit
+                .resume(waiting, priority)
+                .inspect_err(|_| turn.into_iter().for_each(Turn::leave))?;
             let has_entered = slot.is_some();
             if let Some(slot) = &slot {
                 slot.begin();
@@ -334,15 +339,19 @@ impl RequestPermit {
     /// Returns `true` if its connection, or its stream of one, is another protocol's after an answer
     /// with this status.
     pub(in crate::service) fn upgrades(&self, status: StatusCode) -> bool {
-        let is_tunnel = self.terms().origin.method == Method::CONNECT;
+        let is_tunnel = self.0.owner().terms.origin.method == Method::CONNECT;
         status == UPGRADED || is_tunnel && status.is_success()
     }
 
-    /// Records that its handler answered: `is_whole` if the response needs no more memory.
-    pub(in crate::service) fn answered(&self, success: bool, is_whole: bool) {
-        let admitted = self.0.owner();
-        let progress = &admitted.progress;
-        admitted.leave_turn();
+    /// Records that its handler answered.
+    pub(in crate::service) fn answered<B: Body>(&self, response: &Response<B>) {
+        let Admitted { terms, progress, .. } = self.0.owner();
+        let (success, body) = (is_success(response, terms), response.body());
+        // The response needs no more memory.
+        let is_whole = !body.is_end_stream() && body.size_hint().exact().is_some();
+        if let Some(turn) = &terms.turn {
+            turn.leave();
+        }
         {
             let mut held = self.held();
             progress.set(ANSWERED);
@@ -353,16 +362,14 @@ impl RequestPermit {
                 slot.answered(success);
             }
         }
-        if self.may_release_claim() {
+        if terms.limits.is_some() && self.may_release_claim() {
             self.receives(Poll::Ready(0), Waker::noop());
         }
         if progress.has(STARTS) {
             self.go_on();
         }
         let works = |flags| (flags & (RECEIVES | SENDS) == 0).then_some(flags | SENDS);
-        if is_whole && self.is_large() && progress.change(works).is_ok()
-            || admitted.terms.limits.is_some()
-        {
+        if is_whole && self.is_large() && progress.change(works).is_ok() || terms.limits.is_some() {
             self.register();
         }
     }
@@ -379,7 +386,7 @@ impl RequestPermit {
 
     /// Returns its time limits.
     pub(in crate::service) fn limits(&self) -> Option<&TimeLimits> {
-        self.terms().limits.as_deref()
+        self.0.owner().terms.limits.as_deref()
     }
 
     /// Records a poll of the request's body: so many bytes, or a wait for the client.
@@ -466,7 +473,7 @@ impl RequestPermit {
         if !progress.has(REGISTERED) && (is_limited || self.is_large()) {
             self.register();
         }
-        if terms.cap.is_none() && terms.resumes.is_none() && !is_limited {
+        if terms.cap.is_infinite() && terms.resumes.is_none() && !is_limited {
             return None;
         }
         let mut held = self.held();
@@ -496,4 +503,14 @@ impl RequestPermit {
         admitted.terms.is_measured
             && admitted.covered.load(Ordering::Relaxed) >= REGISTERED_MIN.get()
     }
+}
+
+/// Returns `true` if the answer is a success. A gRPC error has status 200; if it has no body, the
+/// error is in the header `grpc-status`.
+fn is_success<B>(response: &Response<B>, terms: &RequestTerms) -> bool {
+    // It came over HTTP/2 and has a content type.
+    let may_be_grpc = terms.origin.content_type.is_some();
+    let status = response.status();
+    let is_error = may_be_grpc && response.headers().get("grpc-status").is_some_and(|of| of != "0");
+    !is_error && (status.is_success() || status.is_redirection() || status == UPGRADED)
 }

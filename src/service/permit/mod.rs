@@ -37,7 +37,7 @@ use lowtide_admission::{Admission, Rejected};
 use lowtide_heap::{Account, AccountMemory, unmeasured};
 
 use super::usage::RequestOrigin;
-pub(super) use course::{QueuePlace, UPGRADED, WINDOW};
+pub(super) use course::{QueuePlace, WINDOW};
 use record::{Admitted, PermitState, TRIAL};
 pub(super) use record::{RequestHolds, RequestTerms, ResumeOptions, enter_slow_start, enter_turn};
 pub(super) use registered::WeakPermit;
@@ -76,14 +76,6 @@ const CAP_MIN: ByteSize = ByteSize::mib(1);
 const LATE_MIN: ByteSize = ByteSize::mib(1);
 
 impl RequestPermit {
-    pub(super) fn new(terms: RequestTerms, holds: RequestHolds) -> Self {
-        Self(Arc::new(Account::new(Admitted::new(terms, holds), Admitted::ended)))
-    }
-
-    fn terms(&self) -> &RequestTerms {
-        &self.0.owner().terms
-    }
-
     /// Returns the permit of the request for which this thread runs: in its handler, in its
     /// response body, and in [`RequestPermit::scope`] and [`RequestPermit::measure`]. `None`
     /// elsewhere, and if requests are not measured.
@@ -119,7 +111,7 @@ impl RequestPermit {
     /// Like [`RequestPermit::measure`], for a poll by an executor, which other tasks wait for.
     #[inline]
     pub(super) fn poll<R>(&self, work: impl FnOnce() -> R) -> R {
-        self.run(self.terms().turn.as_ref(), work)
+        self.run(self.0.owner().terms.turn.as_ref(), work)
     }
 
     #[inline]
@@ -154,12 +146,12 @@ impl RequestPermit {
 
     /// Returns `true` if the memory of this request is measured.
     pub(super) fn is_measured(&self) -> bool {
-        self.terms().is_measured
+        self.0.owner().terms.is_measured
     }
 
     /// Returns `true` if this admission has reserved its bytes, unless it is exempt.
     pub(super) fn is_admitted_by(&self, admission: &Admission) -> bool {
-        !self.terms().is_exempt && std::ptr::eq(self.0.owner().state, admission.state())
+        !self.0.owner().terms.is_exempt && std::ptr::eq(self.0.owner().state, admission.state())
     }
 
     /// Returns `true` if this thread runs for this request.
@@ -218,7 +210,8 @@ impl RequestPermit {
         if live >= LARGE_MIN {
             self.register();
         }
-        if let Some(cap) = admitted.terms.cap.filter(|_| admitted.state.is_short()) {
+        let cap = admitted.terms.cap;
+        if cap.is_finite() && admitted.state.is_short() {
             let need = self.held().holds.need.as_ref().map_or(ByteSize::ZERO, Compared::expected);
             let most = need.max(admitted.claim()).scaled(cap).max(CAP_MIN);
             if live > most {
@@ -230,7 +223,8 @@ impl RequestPermit {
     /// Returns the head of the request for an answer: its method, version and content type, and its
     /// route as the path.
     pub(super) fn head(&self) -> Parts {
-        let RequestOrigin { method, version, route, content_type, .. } = &self.terms().origin;
+        let RequestOrigin { method, version, route, content_type, .. } =
+            &self.0.owner().terms.origin;
         let (mut head, ()) = Request::new(()).into_parts();
         (head.method, head.version) = (method.clone(), *version);
         let path = route.to_string();
@@ -244,12 +238,7 @@ impl RequestPermit {
 
     /// Returns the name of the request's route.
     pub(super) fn route(&self) -> String {
-        self.terms().origin.route.to_string()
-    }
-
-    /// Returns `true` if the request came over HTTP/2 and has a content type.
-    pub(super) fn may_be_grpc(&self) -> bool {
-        self.terms().origin.content_type.is_some()
+        self.0.owner().terms.origin.route.to_string()
     }
 
     fn held(&self) -> MutexGuard<'_, PermitState> {

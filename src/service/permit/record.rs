@@ -13,10 +13,11 @@ use crate::clock::{Clock, Moment};
 use crate::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 use crate::sync::{Mutex, lock};
 use lowtide_admission::layer::{AdmissionState, Turn, Waiting};
-use lowtide_admission::learning::{Compared, SlowStartPermit};
+use lowtide_admission::learning::{Compared, Room, SlowStartPermit};
 use lowtide_admission::{Admission, Budget, Permit, Priority, Rejected, RequestPhase};
-use lowtide_heap::AccountMemory;
+use lowtide_heap::{Account, AccountMemory};
 
+use super::RequestPermit;
 use crate::service::exempt::ExemptShare;
 use crate::service::time_limits::TimeLimits;
 use crate::service::usage::{self, LiveIn, RequestOrigin};
@@ -101,9 +102,9 @@ pub(in crate::service) struct ResumeOptions {
 #[derive(Debug)]
 pub(in crate::service) struct RequestTerms {
     pub(in crate::service) origin: RequestOrigin,
-    /// The multiple of what it was expected to hold above which it may be cancelled; `None` if
+    /// The multiple of what it was expected to hold above which it may be cancelled; infinite if
     /// nothing cancels it.
-    pub(in crate::service) cap: Option<f64>,
+    pub(in crate::service) cap: f64,
     /// Its turn, if it is large.
     pub(in crate::service) turn: Option<Turn>,
     /// `true` if its memory is measured.
@@ -170,8 +171,13 @@ pub(super) enum Lasts {
     Done,
 }
 
-impl Admitted {
-    pub(super) fn new(terms: RequestTerms, mut holds: RequestHolds) -> Self {
+impl RequestPermit {
+    #[inline]
+    pub(in crate::service) fn new(
+        terms: RequestTerms,
+        mut holds: RequestHolds,
+        has_body: bool,
+    ) -> Self {
         let RequestHolds { permit, slot, .. } = &mut holds;
         if terms.reports {
             permit.report(ByteSize::ZERO);
@@ -179,12 +185,15 @@ impl Admitted {
         let mut flags = if permit.is_suspended() { SUSPENDED | RECEIVES } else { 0 };
         if let Some(slot) = slot {
             slot.begin();
+            if !has_body {
+                slot.arrived();
+            }
             permit.mark_unlearned(slot);
             flags |= TRIAL;
         }
         let state = permit.state();
         let admitted_at = state.last_tick();
-        Self {
+        let admitted = Admitted {
             terms,
             state,
             admitted_at,
@@ -209,13 +218,12 @@ impl Admitted {
                 next: 0,
                 live_in: None,
             }),
-        }
+        };
+        Self(Arc::new(Account::new(admitted, Admitted::ended)))
     }
+}
 
-    pub(super) fn leave_turn(&self) {
-        self.terms.turn.iter().for_each(Turn::leave);
-    }
-
+impl Admitted {
     pub(super) fn claim(&self) -> ByteSize {
         ByteSize::new(self.claim.load(Ordering::Relaxed))
     }
@@ -240,7 +248,7 @@ impl Admitted {
     }
 
     /// Called when the last handle of the permit is dropped.
-    pub(super) fn ended(&mut self, memory: AccountMemory) {
+    fn ended(&mut self, memory: AccountMemory) {
         let mut held = lock(&self.held);
         if !memory.live.is_zero() {
             self.state.outlive(memory.live);
@@ -284,7 +292,8 @@ impl RequestHolds {
         let (Some((admission, clock)), Some(need)) = (&self.enters, &self.need) else {
             return Ok(None);
         };
-        enter_slow_start(admission, need, clock, waiting)
+        let room = admission.ledger(Budget::Host).learned_room();
+        enter_slow_start(need, room, (admission.state(), clock), waiting)
     }
 
     pub(super) fn grow(&mut self, bytes: ByteSize) -> Result<(), Rejected> {
@@ -332,28 +341,28 @@ impl PermitState {
 }
 
 /// Enters the slow start of a route. If others run, the request that waits here lacks no bytes.
+#[inline]
 pub(in crate::service) fn enter_slow_start(
-    admission: &Admission,
     need: &Compared,
-    clock: &Arc<dyn Clock>,
+    room: Room,
+    (state, clock): (&'static AdmissionState, &Arc<dyn Clock>),
     waiting: Option<&Waiting>,
 ) -> Result<Option<Arc<SlowStartPermit>>, Rejected> {
-    let room = admission.ledger(Budget::Host).learned_room();
-    need.enter(room.all, clock, admission.state().observes()).map_err(|running| {
+    need.enter(room.all, clock, state.observes()).map_err(|running| {
         waiting.into_iter().for_each(Waiting::lacks_other);
-        admission.state().slow_start(running)
+        state.slow_start(running)
     })
 }
 
 /// Enters the turn of a large request. If too many others have theirs, the request that waits here
 /// lacks no bytes, unless it `must` go on.
 pub(in crate::service) fn enter_turn(
-    turn: Option<&Turn>,
+    turn: &Turn,
     state: &'static AdmissionState,
     waiting: Option<&Waiting>,
     must: bool,
 ) -> Result<(), Rejected> {
-    if turn.is_none_or(|turn| turn.enter(must || state.observes())) {
+    if turn.enter(must || state.observes()) {
         return Ok(());
     }
     waiting.into_iter().for_each(Waiting::lacks_turn);

@@ -42,7 +42,7 @@ impl LargeRequest for WeakPermit {
     fn figures(&self) -> Option<RequestFigures> {
         let account = self.0.upgrade()?;
         let Admitted { terms, admitted_at, progress, covered, .. } = account.owner();
-        let can_end = terms.cap.is_some() && !progress.has(ANSWERED);
+        let can_end = terms.cap.is_finite() && !progress.has(ANSWERED);
         let excess = account.memory().live.saturating_sub(account.owner().claim());
         Some(RequestFigures {
             reserved: ByteSize::new(covered.load(Ordering::Relaxed)),
