@@ -553,6 +553,7 @@ impl Admission {
 mod tests {
     use std::future::Future;
     use std::pin::pin;
+    use std::sync::atomic::Ordering;
     use std::task::{Context, Waker};
 
     use crate::admission::Admission;
@@ -605,6 +606,34 @@ mod tests {
         }
         drop(permits);
         assert_eq!((ledger.unheld(), ledger.reserved()), (ByteSize::ZERO, ByteSize::ZERO));
+    }
+
+    #[test]
+    fn a_request_that_ends_is_in_no_sum_whatever_it_was_in() {
+        let admission = Admission::with_limit(ByteSize::gib(1));
+        let (host, device) = (&admission.state().host, &admission.state().device);
+        let acts: [fn(&mut Permit); 5] = [
+            |_| (),
+            |permit| permit.report(ByteSize::kib(1)),
+            |permit| permit.suspend(ByteSize::kib(1)),
+            |permit| permit.change(|request| request.unlearned = request.cost.host),
+            |permit| permit.change(|request| request.observed = Some(RejectReason::Full)),
+        ];
+        let cost = Cost::host(ByteSize::mib(1));
+        for (nth, act) in acts.into_iter().enumerate() {
+            for cost in [cost, cost.and_device(ByteSize::mib(1))] {
+                for priority in [Priority::Normal, Priority::Exempt] {
+                    let mut permit = admission.try_admit_with(cost, priority).expect("fits");
+                    act(&mut permit);
+                    drop(permit);
+                    let sums = [&host.unheld, &host.suspended, &host.unlearned, &host.observed];
+                    let sums = sums.into_iter().chain([&device.observed]);
+                    let left: u64 = sums.map(|sum| sum.load(Ordering::Relaxed)).sum();
+                    let reserved = host.reserved().saturating_add(device.reserved());
+                    assert_eq!((left, reserved), (0, ByteSize::ZERO), "{nth}: {cost:?}");
+                }
+            }
+        }
     }
 
     #[test]
