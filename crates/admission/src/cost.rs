@@ -235,10 +235,8 @@ impl Rejected {
 
     /// Returns the budget and bytes that did not fit, if they may fit later.
     pub(crate) const fn shortage(&self) -> Option<(Budget, ByteSize)> {
-        match self {
-            Self::Full { budget, asked, .. } => Some((*budget, *asked)),
-            _ => None,
-        }
+        let Self::Full { budget, asked, .. } = self else { return None };
+        Some((*budget, *asked))
     }
 
     /// Returns `true` if the request may wait for room.

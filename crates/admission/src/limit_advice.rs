@@ -549,10 +549,8 @@ impl LimitAdvice {
         let enough = (0..BUCKETS).map(least_of).find(|ceiling| self.rejected_at(*ceiling) <= most);
         let ceiling = enough.unwrap_or(ByteSize::MAX).max(self.unowned);
         let limit = ceiling.scaled(self.ceiling_part.recip()).next_multiple_of(ByteSize::mib(1));
-        match limit.filter(|limit| *limit < self.limit) {
-            Some(limit) => Some(limit),
-            None => (self.rejected <= most).then_some(self.limit),
-        }
+        let smaller = limit.filter(|limit| *limit < self.limit);
+        smaller.or_else(|| (self.rejected <= most).then_some(self.limit))
     }
 
     /// Returns what another limit would have done to the recorded requests. A larger limit than the

@@ -149,10 +149,8 @@ impl WaitingRequest {
 
     /// Returns the budget whose bytes it waits for.
     const fn lacks(&self) -> Option<Budget> {
-        match self.lack {
-            Some(WaitReason::Bytes(budget) | WaitReason::Load(budget)) => Some(budget),
-            Some(WaitReason::Turn | WaitReason::Other) | None => None,
-        }
+        let Some(WaitReason::Bytes(of) | WaitReason::Load(of)) = self.lack else { return None };
+        Some(of)
     }
 
     /// Returns the budget whose bytes it waits for, if the request with this number, or without

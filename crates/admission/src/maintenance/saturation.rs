@@ -47,10 +47,7 @@ pub(super) struct Saturation {
 impl Saturation {
     /// Adds the value of a tick, for the time since the last one. Returns the mean.
     pub(super) fn add(&mut self, now: Moment, value: f64) -> f64 {
-        let weight = match self.at.replace(now) {
-            Some(last) => mean_weight(now - last, AVERAGED),
-            None => 1.0,
-        };
+        let weight = self.at.replace(now).map_or(1.0, |last| mean_weight(now - last, AVERAGED));
         self.mean = (self.mean + weight * (value - self.mean)).clamp(0.0, 1.0);
         self.mean
     }

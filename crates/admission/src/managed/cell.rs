@@ -652,10 +652,8 @@ impl<T: Send + Sync + 'static> Drop for Cell<T> {
 impl<T> CellState<T> {
     /// Returns the load of this number, unless it has been given up.
     fn loading(&mut self, number: u64) -> Option<&mut LoadInProgress> {
-        match &mut self.phase {
-            ResourcePhase::Loading(loading) if loading.number == number => Some(loading),
-            _ => None,
-        }
+        let ResourcePhase::Loading(loading) = &mut self.phase else { return None };
+        (loading.number == number).then_some(loading)
     }
 
     fn ring_drainers(&self) {

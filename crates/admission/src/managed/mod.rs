@@ -115,10 +115,8 @@ impl<T: Send + Sync + 'static> Managed<T> {
     /// # Errors
     /// [`ResourceError`]. All callers that waited for a failed load get its error.
     pub fn acquire_blocking(&self) -> Result<Use<T>, ResourceError> {
-        match Cell::guard_at_once(&self.cell) {
-            Some(guard) => Ok(guard),
-            None => Ticket::new(Arc::clone(&self.cell), true).wait(),
-        }
+        let load = || Ticket::new(Arc::clone(&self.cell), true).wait();
+        Cell::guard_at_once(&self.cell).map_or_else(load, Ok)
     }
 
     /// Waits for the resource to be loaded and returns a guard. If no load is running, starts one

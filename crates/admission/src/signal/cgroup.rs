@@ -445,10 +445,8 @@ fn path_of<'a>(lines: &'a [u8], controller: Option<&[u8]>) -> Option<&'a [u8]> {
     lines.split(|&byte| byte == b'\n').find_map(|line| {
         let mut fields = line.splitn(3, |&byte| byte == b':');
         let (_, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
-        let is_it = match controller {
-            Some(name) => controllers.split(|&byte| byte == b',').any(|one| one == name),
-            None => controllers.is_empty(),
-        };
+        let has = |name| controllers.split(|&byte| byte == b',').any(|one| one == name);
+        let is_it = controller.map_or_else(|| controllers.is_empty(), has);
         is_it.then_some(path)
     })
 }

@@ -59,10 +59,7 @@ impl EventCounts {
     /// Adds the counts of another ancestor. Limits reached are summed; kills are not, because each
     /// ancestor also counts those of the levels below.
     pub(super) fn with(self, other: Self) -> Self {
-        let sum = |one: Option<u64>, two: Option<u64>| match (one, two) {
-            (Some(one), Some(two)) => Some(one.saturating_add(two)),
-            (one, two) => one.or(two),
-        };
+        let sum = |one: Option<u64>, two| one.into_iter().chain(two).reduce(u64::saturating_add);
         Self { oom_kill: self.oom_kill.max(other.oom_kill), ..self.map2(other, sum) }
     }
 }
@@ -118,10 +115,8 @@ impl EventFiles {
         let all = self.events.as_ref().and_then(counts).unwrap_or_default();
         // A file without the counts of other members is preferred, except for kills, which an inner
         // cgroup does not count itself.
-        let counts = match self.local.as_ref().and_then(counts) {
-            Some(local) => EventCounts { oom_kill: all.oom_kill, ..local },
-            None => all,
-        };
+        let of_local = |local| EventCounts { oom_kill: all.oom_kill, ..local };
+        let counts = self.local.as_ref().and_then(counts).map_or(all, of_local);
         let failed = self.failcnt.as_ref().and_then(|file| file.read(number)).flatten();
         EventCounts { max: counts.max.or(failed), ..counts }
     }

@@ -187,11 +187,8 @@ impl SignalError {
 
     /// Returns `true` if the signal may become available without a change of the system.
     pub(super) fn is_passing(&self) -> bool {
-        match self {
-            Self::Unreadable { .. } => !self.is_absent(),
-            Self::Malformed { .. } => true,
-            _ => false,
-        }
+        let is_of_reading = matches!(self, Self::Unreadable { .. } | Self::Malformed { .. });
+        is_of_reading && !self.is_absent()
     }
 }
 

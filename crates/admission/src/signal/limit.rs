@@ -73,10 +73,8 @@ impl Limit {
     /// bytes. A limit at or below that stays as it is; without a known limit, `fit` is one.
     #[must_use]
     pub fn fitted(self, fit: Option<ByteSize>) -> Self {
-        match fit {
-            Some(bytes) if bytes < self.bytes => Self { bytes, source: LimitSource::Fit },
-            _ => self,
-        }
+        let fit = fit.filter(|bytes| *bytes < self.bytes);
+        fit.map_or(self, |bytes| Self { bytes, source: LimitSource::Fit })
     }
 
     /// Returns `true` if there is a limit.

@@ -177,10 +177,7 @@ impl Cpus {
     pub fn whole(&self) -> Option<u32> {
         let by_quota = self.quota_milli.map(|milli| milli.div_ceil(1_000));
         let by_quota = by_quota.and_then(|count| u32::try_from(count).ok());
-        let least = match (self.allowed, by_quota) {
-            (Some(allowed), Some(quota)) => Some(allowed.min(quota)),
-            (allowed, quota) => allowed.or(quota),
-        };
+        let least = self.allowed.into_iter().chain(by_quota).min();
         least.map(|count| count.max(1))
     }
 }
