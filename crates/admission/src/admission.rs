@@ -20,7 +20,7 @@ use super::eviction::RetryHint;
 use super::ledger::Ledger;
 use super::permit::Permit;
 use super::pressure::Level;
-use super::state::AdmissionState;
+use super::state::{AdmissionState, CLOSED};
 use super::tally::{AdmissionStats, ClassStats};
 
 /// A handle to admission. Cheap to clone; all clones share one account. Admits everything until a
@@ -149,14 +149,14 @@ impl Admission {
 
     /// Closes admission. Later requests get [`Rejected::ShuttingDown`], except exempt ones.
     pub fn close(&self) {
-        self.state.closed.store(true, Ordering::Release);
+        self.state.level.fetch_or(CLOSED, Ordering::Release);
         self.state.queue.close();
     }
 
     /// Returns `true` if admission has been closed.
     #[must_use]
     pub fn is_closed(&self) -> bool {
-        self.state.closed.load(Ordering::Acquire)
+        self.state.is_closed()
     }
 
     /// Returns the mode; [`AdmissionMode::Enforce`] unless another was set.
@@ -184,7 +184,10 @@ impl Admission {
 
     /// Sets the level that rejects requests by priority. Called by the control loop.
     pub fn set_level(&self, level: Level) {
-        if self.state.level.swap(level.as_u8(), Ordering::Relaxed) != level.as_u8() {
+        let set = |before: u8| Some(before & CLOSED | level.as_u8());
+        let (Ok(before) | Err(before)) =
+            self.state.level.fetch_update(Ordering::Relaxed, Ordering::Relaxed, set);
+        if before & !CLOSED != level.as_u8() {
             let wakers = std::mem::take(&mut *self.state.level_watches());
             wakers.into_values().for_each(Waker::wake);
         }

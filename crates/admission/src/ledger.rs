@@ -278,9 +278,6 @@ impl Ledger {
     /// Releases reserved bytes.
     #[inline]
     pub(crate) fn release(&self, bytes: ByteSize) {
-        if bytes.is_zero() {
-            return;
-        }
         // Ordered before the look at the queue of waiting requests (`waiting`).
         let before = self.reserved.0.fetch_sub(bytes.get(), Ordering::SeqCst);
         debug_assert!(before >= bytes.get(), "released {bytes} of {before} reserved bytes");

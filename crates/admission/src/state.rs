@@ -30,7 +30,7 @@ use super::learning::LASTS;
 use super::ledger::{Booked, InsufficientBudget, Ledger, Reservation, ResourceHold};
 use super::permit::{Permit, Waiting};
 use super::pressure::Level;
-use super::tally::{AdmissionStats, BudgetCounts, STRIPES, Shard, ShardId, used};
+use super::tally::{AdmissionStats, BudgetCounts, STRIPES, Shard, ShardId, Tally, used};
 use super::turns::{Turn, Turns};
 use super::unused::PurgeablePages;
 use super::usage::Usages;
@@ -48,6 +48,9 @@ const KNOWN_MAX: Duration = Duration::from_secs(24 * 3600);
 const WOKEN_OTHERS: usize = 4;
 const WOKEN_OTHERS_TICK: usize = 16;
 
+/// The bit beside the level of an admission that has been closed.
+pub(super) const CLOSED: u8 = 1 << 7;
+
 /// The states whose admissions are gone.
 static LEFT: Mutex<Vec<&'static AdmissionState>> = Mutex::new(Vec::new());
 
@@ -58,9 +61,9 @@ static LEFT: Mutex<Vec<&'static AdmissionState>> = Mutex::new(Vec::new());
 pub struct AdmissionState {
     pub(super) host: Ledger,
     pub(super) device: Ledger,
+    /// The level, and [`CLOSED`].
     pub(super) level: AtomicU8,
     level_watches: Mutex<BTreeMap<u64, Waker>>,
-    pub(super) closed: AtomicBool,
     /// What only observe mode has admitted, by reason, since the start.
     pub(super) observed: [AtomicU64; RejectReason::ALL.len()],
     /// The bytes that no request owns while that leaves no room for requests, otherwise 0.
@@ -110,8 +113,8 @@ impl AdmissionState {
         state.host.begin(ceiling, correction_factor);
         state.device.begin(ByteSize::MAX, K_START);
         state.level.store(Level::None.as_u8(), Ordering::Relaxed);
-        let Self { closed, is_device_lost, has_reclaimers, unified, is_slow, .. } = state;
-        for flag in [closed, is_device_lost, has_reclaimers, unified, is_slow] {
+        let Self { is_device_lost, has_reclaimers, unified, is_slow, .. } = state;
+        for flag in [is_device_lost, has_reclaimers, unified, is_slow] {
             flag.store(false, Ordering::Release);
         }
         let Self { unowned, suspensions, sheds, .. } = state;
@@ -171,8 +174,14 @@ impl AdmissionState {
     /// Admits a request, or counts it as rejected.
     #[inline]
     pub(super) fn admit(&'static self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
-        self.try_admit_uncounted(None, cost, priority, None)
-            .map_err(|rejected| self.reject(rejected))
+        let admitted = self.admit_at_once(cost, priority);
+        admitted.map_or_else(|| self.admit_or_reject(cost, priority), Ok)
+    }
+
+    #[inline(never)]
+    fn admit_or_reject(&'static self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
+        let admitted = self.try_admit(None, cost, priority, None);
+        admitted.inspect_err(|it| self.count_rejection(it.reason(), it.shortage()))
     }
 
     /// Like [`Admission::try_admit_with`](super::Admission::try_admit_with), but a rejection is not
@@ -198,20 +207,25 @@ impl AdmissionState {
     #[inline]
     fn admit_at_once(&'static self, cost: Cost, priority: Priority) -> Option<Permit> {
         // Nothing is called that returns: no register has to be saved.
-        let place = ShardId::known()?;
+        let tally = Tally::owned(&self.tallies)?;
         let is_plain = cost.device.is_zero() && priority != Priority::Exempt && self.is_open();
         if !is_plain || self.unused.is_large(cost.host) || !self.host.try_book_plain(cost.host) {
             return None;
         }
-        self.tally(place).admit(place, cost.host, ByteSize::ZERO);
+        tally.admit(cost.host, ByteSize::ZERO);
         Some(Permit::host(self, cost.host))
     }
 
     /// Returns `true` if requests of every priority are admitted that fit.
     #[inline]
     fn is_open(&self) -> bool {
-        let level = self.level.load(Ordering::Relaxed);
-        level < Level::High.as_u8() && !self.closed.load(Ordering::Acquire) && self.queue.is_empty()
+        self.level.load(Ordering::Acquire) < Level::High.as_u8() && self.queue.is_empty()
+    }
+
+    /// Returns `true` if admission has been closed.
+    #[inline]
+    pub(super) fn is_closed(&self) -> bool {
+        self.level.load(Ordering::Acquire) & CLOSED != 0
     }
 
     /// Admits a request, which may be in the queue. A rejection is not counted. In observe mode a
@@ -224,12 +238,10 @@ impl AdmissionState {
         label: Option<&dyn fmt::Display>,
     ) -> Result<Permit, Rejected> {
         let cost = self.by_budget(cost);
-        let place = ShardId::here();
-        let tally = self.tally(place);
         if priority == Priority::Exempt {
             let host = self.host.book_exempt(cost.host);
             let device = self.device.book_exempt(cost.device);
-            tally.admit_exempt(place, host, device);
+            self.tally().admit_exempt(host, device);
             return Ok(Permit::of_request(self, Cost { host, device }, true));
         }
         let permit = match self.decide(waits, cost, priority, label) {
@@ -244,7 +256,7 @@ impl AdmissionState {
                 permit
             }
         };
-        tally.admit(place, permit.cost().host, permit.cost().device);
+        self.tally().admit(permit.cost().host, permit.cost().device);
         Ok(permit)
     }
 
@@ -385,12 +397,13 @@ impl AdmissionState {
     /// Releases the host memory of a request that ends and is not exempt.
     #[inline]
     pub(super) fn finish_host(&self, bytes: ByteSize) {
-        let Some(place) = ShardId::known().filter(|_| !self.unused.is_large(bytes)) else {
-            return self.finish(Cost::host(bytes), false);
-        };
-        self.host.release(bytes);
-        self.tally(place).finish(place);
-        self.wake_waiting();
+        let is_small = !self.unused.is_large(bytes);
+        if is_small && let Some(tally) = Tally::owned(&self.tallies) {
+            self.host.release(bytes);
+            tally.finish();
+            return self.wake_waiting();
+        }
+        self.finish(Cost::host(bytes), false);
     }
 
     /// Releases the reservation of a request that ends.
@@ -400,9 +413,11 @@ impl AdmissionState {
             self.unused.free(cost.host);
         }
         self.host.release(cost.host);
-        self.device.release(cost.device);
-        let place = ShardId::here();
-        self.tally(place).finish(place);
+        // Most requests need no device memory.
+        if !cost.device.is_zero() {
+            self.device.release(cost.device);
+        }
+        self.tally().finish();
         self.wake_waiting();
     }
 
@@ -508,7 +523,8 @@ impl AdmissionState {
         let has_any = !self.host.resource_reservations().is_zero()
             || !self.device.resource_reservations().is_zero()
             || self.has_reclaimers.load(Ordering::Relaxed);
-        self.evictor.try_read().ok().filter(|_| has_any)?.clone()
+        // Most services have neither: then the lock is not tried.
+        has_any.then(|| self.evictor.try_read().ok())??.clone()
     }
 
     /// Returns `true` if a request of this cost would fit if `freed` bytes of resources were
@@ -578,8 +594,7 @@ impl AdmissionState {
 
     /// Counts the growth of a request by these bytes, and returns them.
     fn count_growth(&self, bytes: ByteSize) -> ByteSize {
-        let place = ShardId::here();
-        self.tally(place).grow(place, bytes);
+        self.tally().grow(bytes);
         bytes
     }
 
@@ -612,10 +627,9 @@ impl AdmissionState {
             return None;
         }
         let host = book(&self.host, bytes, Ledger::try_book_more).ok()?;
-        let place = ShardId::here();
-        self.tally(place).admit(place, claim, ByteSize::ZERO);
+        self.tally().admit(claim, ByteSize::ZERO);
         // Of its claim only these bytes are reserved, and the rest when it resumes.
-        self.tally(place).grow(place, ByteSize::new(host.get().wrapping_sub(claim.get())));
+        self.tally().grow(ByteSize::new(host.get().wrapping_sub(claim.get())));
         Some(Permit::of_suspended(self, host, claim))
     }
 
@@ -701,8 +715,7 @@ impl AdmissionState {
 
     /// Counts bytes that outlived their request.
     pub fn outlive(&self, bytes: ByteSize) {
-        let place = ShardId::here();
-        self.tally(place).outlive(place, bytes);
+        self.tally().outlive(bytes);
     }
 
     /// Counts a request as rejected, and returns the rejection.
@@ -713,13 +726,13 @@ impl AdmissionState {
     }
 
     /// Counts a rejection, in the class of what did not fit.
+    #[inline]
     pub(super) fn count_rejection(
         &self,
         reason: RejectReason,
         shortage: Option<(Budget, ByteSize)>,
     ) {
-        let place = ShardId::here();
-        self.tally(place).rejected(place, reason, shortage);
+        self.tally().rejected(reason, shortage);
         if reason.is_shed() {
             self.sheds.fetch_add(1, Ordering::Relaxed);
         }
@@ -754,15 +767,14 @@ impl AdmissionState {
     }
 
     #[inline]
-    fn tally(&self, place: ShardId) -> &Shard {
-        // A place is always one of the stripes.
-        self.tallies.get(place.0).unwrap_or(&self.tallies[0])
+    fn tally(&self) -> Tally<'_> {
+        Tally::here(&self.tallies)
     }
 
-    /// Returns a number that differs from one rejected request to the next.
+    /// Returns a number that differs from one rejected request to the next, and between threads.
     fn spread(&self) -> u64 {
-        let place = ShardId::here();
-        self.tally(place).spread(place)
+        let nth = self.sheds_total().wrapping_mul(STRIPES as u64) + ShardId::here().0 as u64;
+        nth.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32
     }
 
     /// Returns the wakers of the watches that wait for a change of the level, by number.
@@ -771,7 +783,7 @@ impl AdmissionState {
     }
 
     pub(super) fn level(&self) -> Level {
-        Level::from_u8(self.level.load(Ordering::Relaxed))
+        Level::from_u8(self.level.load(Ordering::Relaxed) & !CLOSED)
     }
 
     /// Returns `true` if requests of this priority are rejected now, whatever their cost.
@@ -784,12 +796,12 @@ impl AdmissionState {
             Level::Critical if priority == Priority::Normal => self.host.single().is_zero(),
             Level::Critical => priority == Priority::Low,
         };
-        by_level || self.closed.load(Ordering::Acquire)
+        by_level || self.is_closed()
     }
 
     /// Returns why a request is rejected independently of its cost.
     fn away(&self) -> Rejected {
-        if self.closed.load(Ordering::Acquire) {
+        if self.is_closed() {
             return Rejected::ShuttingDown;
         }
         if let Some(rejected) = self.exhausted() {
@@ -882,10 +894,7 @@ impl AdmissionState {
     /// pressure to 4 s at critical, a guess. Up to as much again is added, by a number that differs
     /// between requests, so that clients do not return at once.
     fn retry_after(&self, wait: Option<Duration>) -> Duration {
-        let seconds = match wait {
-            Some(wait) => whole_seconds(wait),
-            None => 1 + u64::from(self.level.load(Ordering::Relaxed)),
-        };
+        let seconds = wait.map_or_else(|| 1 + u64::from(self.level().as_u8()), whole_seconds);
         let seconds = seconds.clamp(1, RETRY_MAX.as_secs() / 2);
         // Three seconds at least, or those that were rejected together come back together.
         Duration::from_secs(seconds + self.spread() % (seconds + 1).max(3))

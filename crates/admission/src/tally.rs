@@ -2,8 +2,8 @@
 //!
 //! A counter that all threads write costs each of them a transfer of its cache line for each
 //! request. So each thread counts in its own stripe: no other thread writes there, and adding is a
-//! load and a store. Threads beyond the owned stripes share some, with atomic additions. The module
-//! only manages who may write where.
+//! load and a store. Threads beyond the owned stripes share some, with atomic additions, and admit
+//! in more steps. The module only manages who may write where.
 //!
 //! Invariants: the counters of an owned stripe are written by the one thread that holds its place.
 //! A sum that is read is never more than what happened, and exact when no thread counts.
@@ -57,13 +57,8 @@ impl ShardId {
     /// Returns the place of the calling thread; a shared one if the thread is about to end.
     #[inline]
     pub(super) fn here() -> Self {
-        Self::known().unwrap_or_else(Self::find)
-    }
-
-    /// Returns the place of the calling thread if it has counted before. Calls nothing.
-    #[inline]
-    pub(super) fn known() -> Option<Self> {
-        Some(HERE.get()).filter(|place| *place != Self::NONE)
+        let place = HERE.get();
+        if place == Self::NONE { Self::find() } else { place }
     }
 
     #[cold]
@@ -84,18 +79,6 @@ impl ShardId {
     const fn is_owned(self) -> bool {
         self.0 < OWNED
     }
-
-    /// Adds to a counter of this thread's stripe.
-    #[inline]
-    fn add(self, counter: &AtomicU64, amount: u64) {
-        if self.is_owned() {
-            let sum = counter.load(Ordering::Relaxed).wrapping_add(amount);
-            // Release: what is counted has happened. Costs nothing on x86.
-            counter.store(sum, Ordering::Release);
-        } else {
-            counter.fetch_add(amount, Ordering::Release);
-        }
-    }
 }
 
 /// A place held until the thread ends.
@@ -103,21 +86,14 @@ struct Holding(ShardId);
 
 impl Holding {
     fn take() -> Self {
-        let mut taken = TAKEN.load(Ordering::Relaxed);
-        // Ends: a failed exchange means that another thread took or returned a place.
-        loop {
-            let stripe = taken.trailing_ones() as usize;
-            if stripe >= OWNED {
-                let shared = NEXT.fetch_add(1, Ordering::Relaxed) % SHARED;
-                return Self(ShardId::using(OWNED + shared));
-            }
-            // Acquire: makes the previous holder's writes to its stripes visible.
-            let more = taken | 1 << stripe;
-            match TAKEN.compare_exchange_weak(taken, more, Ordering::Acquire, Ordering::Relaxed) {
-                Ok(_) => return Self(ShardId::using(stripe)),
-                Err(now) => taken = now,
-            }
-        }
+        let free = |taken: u32| Some(taken.trailing_ones()).filter(|at| (*at as usize) < OWNED);
+        let take = |taken| Some(taken | 1 << free(taken)?);
+        // Acquire: makes the previous holder's writes to its stripes visible.
+        let taken = TAKEN.fetch_update(Ordering::Acquire, Ordering::Relaxed, take);
+        Self(ShardId::using(match taken {
+            Ok(before) => before.trailing_ones() as usize,
+            Err(_) => OWNED + NEXT.fetch_add(1, Ordering::Relaxed) % SHARED,
+        }))
     }
 }
 
@@ -163,78 +139,96 @@ impl Shard {
         let single = single.into_iter().chain(&self.rejected).chain(&self.beside);
         classes.chain(single).for_each(|counter| counter.store(0, Ordering::Relaxed));
     }
+}
+
+/// The stripe in which the calling thread counts.
+#[derive(Clone, Copy)]
+pub(super) struct Tally<'a> {
+    shard: &'a Shard,
+    /// `true` if no other thread counts there.
+    is_owned: bool,
+}
+
+impl<'a> Tally<'a> {
+    /// Returns the stripe of the calling thread.
+    #[inline]
+    pub(super) fn here(shards: &'a [Shard; STRIPES]) -> Self {
+        let place = ShardId::here();
+        // A place is always one of the stripes.
+        let shard = shards.get(place.0).unwrap_or(&shards[0]);
+        Self { shard, is_owned: place.is_owned() }
+    }
+
+    /// Returns the stripe of the calling thread if it is owned. Calls nothing.
+    #[inline]
+    pub(super) fn owned(shards: &'a [Shard; STRIPES]) -> Option<Self> {
+        let place = HERE.get();
+        let shard = if place.is_owned() { shards.get(place.0) } else { None };
+        shard.map(|shard| Self { shard, is_owned: true })
+    }
+
+    #[inline]
+    fn add(self, counter: &AtomicU64, amount: u64) {
+        if self.is_owned {
+            let sum = counter.load(Ordering::Relaxed).wrapping_add(amount);
+            // Release: what is counted has happened. Costs nothing on x86.
+            counter.store(sum, Ordering::Release);
+        } else {
+            counter.fetch_add(amount, Ordering::Release);
+        }
+    }
 
     /// Counts an admitted request with these bytes.
     #[inline]
-    pub(super) fn admit(&self, place: ShardId, host: ByteSize, device: ByteSize) {
-        self.count(place, Budget::Host, host, |class| &class.admitted);
+    pub(super) fn admit(self, host: ByteSize, device: ByteSize) {
+        self.count(Budget::Host, host, |class| &class.admitted);
         if !device.is_zero() {
-            self.count(place, Budget::Device, device, |class| &class.admitted);
+            self.count(Budget::Device, device, |class| &class.admitted);
         }
     }
 
     /// Counts an admitted exempt request with these bytes. It is in no class.
-    pub(super) fn admit_exempt(&self, place: ShardId, host: ByteSize, device: ByteSize) {
-        place.add(&self.exempt, 1);
-        for (beside, bytes) in self.beside.iter().zip([host, device]) {
-            place.add(beside, bytes.get());
+    pub(super) fn admit_exempt(self, host: ByteSize, device: ByteSize) {
+        self.add(&self.shard.exempt, 1);
+        for (beside, bytes) in self.shard.beside.iter().zip([host, device]) {
+            self.add(beside, bytes.get());
         }
     }
 
     /// Counts a request that ended.
     #[inline]
-    pub(super) fn finish(&self, place: ShardId) {
-        place.add(&self.finished, 1);
+    pub(super) fn finish(self) {
+        self.add(&self.shard.finished, 1);
     }
 
     /// Counts a rejected request, by class if it did not fit this budget.
-    #[cold]
-    pub(super) fn rejected(
-        &self,
-        place: ShardId,
-        reason: RejectReason,
-        full: Option<(Budget, ByteSize)>,
-    ) {
-        if let Some(counter) = self.rejected.get(reason as usize) {
-            place.add(counter, 1);
+    #[inline]
+    pub(super) fn rejected(self, reason: RejectReason, full: Option<(Budget, ByteSize)>) {
+        if let Some(counter) = self.shard.rejected.get(reason as usize) {
+            self.add(counter, 1);
         }
         if let Some((budget, bytes)) = full {
-            self.count(place, budget, bytes, |class| &class.rejected);
+            self.count(budget, bytes, |class| &class.rejected);
         }
     }
 
     /// Counts the growth of a request by these host bytes.
-    pub(super) fn grow(&self, place: ShardId, bytes: ByteSize) {
-        if let Some(beside) = self.beside.first() {
-            place.add(beside, bytes.get());
-        }
+    pub(super) fn grow(self, bytes: ByteSize) {
+        self.add(&self.shard.beside[0], bytes.get());
     }
 
     /// Counts bytes that outlived their request.
-    pub(super) fn outlive(&self, place: ShardId, bytes: ByteSize) {
-        place.add(&self.outlived, bytes.get());
-    }
-
-    /// Returns a number that differs from one rejected request to the next.
-    pub(super) fn spread(&self, place: ShardId) -> u64 {
-        let sheds: u64 = self.rejected.iter().map(|count| count.load(Ordering::Relaxed)).sum();
-        (sheds.wrapping_mul(STRIPES as u64) + place.0 as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15)
-            >> 32
+    pub(super) fn outlive(self, bytes: ByteSize) {
+        self.add(&self.shard.outlived, bytes.get());
     }
 
     #[inline]
-    fn count(
-        &self,
-        place: ShardId,
-        budget: Budget,
-        bytes: ByteSize,
-        of: impl Fn(&ClassTally) -> &[AtomicU64; 2],
-    ) {
-        let classes = self.classes.get(budget as usize);
+    fn count(self, budget: Budget, bytes: ByteSize, of: impl Fn(&ClassTally) -> &[AtomicU64; 2]) {
+        let classes = self.shard.classes.get(budget as usize);
         if let Some(class) = classes.and_then(|list| list.get(SizeClass::of(bytes).place())) {
             let [requests, sum] = of(class);
-            place.add(requests, 1);
-            place.add(sum, bytes.get());
+            self.add(requests, 1);
+            self.add(sum, bytes.get());
         }
     }
 }
@@ -524,15 +518,13 @@ mod tests {
         std::thread::scope(|scope| {
             for _ in 0..threads {
                 scope.spawn(|| {
-                    let place = ShardId::here();
-                    let tally = &tallies[place.0];
+                    let tally = Tally::here(&tallies);
                     for at in 0..EACH {
-                        tally.admit(place, ByteSize::mib(1), ByteSize::new(at % 2));
-                        let full = Some((Budget::Host, ByteSize::mib(8)));
-                        tally.rejected(place, RejectReason::Full, full);
-                        tally.grow(place, ByteSize::new(3));
-                        tally.rejected(place, RejectReason::TooLarge, None);
-                        tally.finish(place);
+                        tally.admit(ByteSize::mib(1), ByteSize::new(at % 2));
+                        tally.rejected(RejectReason::Full, Some((Budget::Host, ByteSize::mib(8))));
+                        tally.grow(ByteSize::new(3));
+                        tally.rejected(RejectReason::TooLarge, None);
+                        tally.finish();
                     }
                 });
             }

@@ -34,8 +34,9 @@ pub(super) struct PurgeablePages {
     purgeable: AtomicU64,
     /// The smallest amount for which a purge is worth its cost.
     worth: AtomicU64,
-    /// The most memory that the process may use; [`u64::MAX`] without a limit.
-    most: AtomicU64,
+    /// The smallest large request: [`LARGE_PART`] of them are the most memory that the process may
+    /// use, or [`u64::MAX`] without a limit.
+    large: AtomicU64,
     /// The bytes of the largest request that has ended since the last tick.
     freed: AtomicU64,
     /// The largest request that was kept out since the last tick.
@@ -47,16 +48,16 @@ pub(super) struct PurgeablePages {
 impl PurgeablePages {
     /// Starts over, without a limit.
     pub(super) fn begin(&self) {
-        let Self { physical, purgeable, worth, most, freed, wanted, ticks } = self;
+        let Self { physical, purgeable, worth, large, freed, wanted, ticks } = self;
         for figure in [physical, purgeable, worth, freed, wanted, ticks] {
             figure.store(0, Ordering::Relaxed);
         }
-        most.store(u64::MAX, Ordering::Relaxed);
+        large.store(u64::MAX / LARGE_PART, Ordering::Relaxed);
     }
 
     #[inline]
     pub(super) fn is_large(&self, bytes: ByteSize) -> bool {
-        bytes.get() >= self.most.load(Ordering::Relaxed) / LARGE_PART
+        bytes.get() >= self.large.load(Ordering::Relaxed)
     }
 
     /// Counts the bytes of a request that has ended.
@@ -76,14 +77,14 @@ impl PurgeablePages {
 
     #[cold]
     fn keeps_out_large(&self, bytes: ByteSize, unheld: ByteSize) -> bool {
-        let [physical, purgeable, worth, most, freed] =
-            [&self.physical, &self.purgeable, &self.worth, &self.most, &self.freed]
+        let [physical, purgeable, worth, large, freed] =
+            [&self.physical, &self.purgeable, &self.worth, &self.large, &self.freed]
                 .map(|figure| figure.load(Ordering::Relaxed));
         // Pages that were freed since the last tick may also have been allocated since.
         let with_all = physical.saturating_add(freed);
         let with_all = with_all.saturating_add(unheld.get()).saturating_add(bytes.get());
         let keeps_out = self.ticks.load(Ordering::Relaxed) < TICKS_MAX
-            && with_all > most
+            && with_all > large * LARGE_PART
             && purgeable.saturating_add(freed) > worth;
         if keeps_out {
             self.wanted.fetch_max(bytes.get(), Ordering::Relaxed);
@@ -118,7 +119,7 @@ impl PurgeablePages {
         self.physical.store(physical.get(), Ordering::Relaxed);
         self.purgeable.store(purgeable.get(), Ordering::Relaxed);
         self.worth.store(worth.get(), Ordering::Relaxed);
-        self.most.store(most.get(), Ordering::Relaxed);
+        self.large.store(most.get() / LARGE_PART, Ordering::Relaxed);
     }
 }
 
