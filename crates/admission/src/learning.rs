@@ -33,19 +33,25 @@
 //! long; so a client that sends nothing cannot block a route forever. A request that is suspended
 //! because its client is slow leaves, and enters again when its body has arrived.
 //!
+//! A request of a recorded kind takes no lock that all requests share: it reads the bucket of its
+//! key. Any other takes the lock of all records, and does bounded work: for one to replace, it looks
+//! at `LOOKS` of those with and of those without a measurement.
+//!
 //! Invariants: a claim from measurements is at most [`Room::limit`]; a mean is that of about the
-//! last `WINDOW` requests; at most `ROUTES_MAX` records, and one for all other routes; while slow
-//! start is active, `running <= limit` after each entry; it ends after a given number of successes,
-//! and does not limit requests from `STEPS` steps on until none runs.
+//! last `WINDOW` requests; at most `ROUTES_MAX` records, and one for all other routes; each record
+//! is in the bucket of its key and in the list of all, and leaves both while no request uses it; a
+//! ratio of a route lasts as long as a record of the route; while slow start is active,
+//! `running <= limit` after each entry; it ends after a given number of successes, and does not
+//! limit requests from `STEPS` steps on until none runs.
 
-use std::collections::BTreeMap;
-use std::sync::{Arc, OnceLock};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
 use lowtide_core::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use lowtide_core::sync::{Mutex, lock};
+use lowtide_core::sync::{Mutex, RwLock, lock};
 
 use crate::tally::SizeClass;
 use crate::usage::Usage;
@@ -78,82 +84,120 @@ pub struct Kind {
 }
 
 /// The needs of the routes behind a layer.
-#[derive(Default)]
-pub struct Needs(Mutex<Known>);
-
-struct Known {
-    routes: BTreeMap<u64, KnownRoute>,
+pub struct Needs {
+    /// The records by the hashes of their keys, so that requests of different routes share no lock.
+    buckets: Box<[Bucket]>,
+    /// The number of requests so far, without up to [`BATCH`] of each record.
+    requests: AtomicU64,
     /// The record of all further routes.
     rest: Arc<RouteNeed>,
-    /// The number of requests so far.
-    requests: u64,
+    known: Mutex<Known>,
+}
+
+/// Records with their keys. Changed with [`Needs::known`] locked.
+type Bucket = RwLock<Vec<(u64, Arc<RouteNeed>)>>;
+
+#[derive(Default)]
+struct Known {
+    /// All records, in the order in which they are looked at: those that had no measurement when
+    /// they were last, and those that had.
+    records: [VecDeque<Arc<RouteNeed>>; 2],
     /// The last known ratio of each route, for requests of any size.
     families: BTreeMap<u64, Arc<AtomicU64>>,
 }
 
-struct KnownRoute {
-    need: Arc<RouteNeed>,
-    /// The number of its last request.
-    used: u64,
-}
-
-impl Default for Known {
-    fn default() -> Self {
-        let rest = Arc::new(RouteNeed::new(Arc::default(), LESSONS_UNDECLARED, false));
-        Self { routes: BTreeMap::new(), rest, requests: 0, families: BTreeMap::new() }
-    }
-}
-
 impl Known {
-    fn family(&mut self, key: u64) -> Arc<AtomicU64> {
-        if self.families.len() >= ROUTES_MAX {
-            self.families.retain(|_, family| Arc::strong_count(family) > 1);
-        }
-        Arc::clone(self.families.entry(key).or_default())
-    }
-
-    /// Adds a record if there is room for it.
-    #[cold]
-    fn add(&mut self, key: u64, family: u64, kind: Kind) -> Arc<RouteNeed> {
-        let now = self.requests;
-        if self.routes.len() >= ROUTES_MAX {
-            // Clients choose paths: routes without a running request are removed if they have no
-            // measurement or are not used any more.
-            self.routes.retain(|_, KnownRoute { need, used }| {
-                let is_of_use = || now - *used < UNUSED && need.has_learned();
-                Arc::strong_count(need) > 1 || is_of_use()
-            });
-        }
-        if self.routes.len() >= ROUTES_MAX {
-            return Arc::clone(&self.rest);
-        }
-        let lessons = if kind.is_declared { LESSONS_MIN } else { LESSONS_UNDECLARED };
-        let need = RouteNeed::new(self.family(family), lessons, !kind.has_many_routes);
-        let need = Arc::new(need);
-        self.routes.insert(key, KnownRoute { need: Arc::clone(&need), used: now });
-        need
+    fn len(&self) -> usize {
+        self.records.iter().map(VecDeque::len).sum()
     }
 }
 
-debug_as!(Needs, |needs| known: lock(&needs.0).routes.len());
+impl Default for Needs {
+    fn default() -> Self {
+        let rest = Arc::new(RouteNeed::new(Arc::default(), LESSONS_UNDECLARED));
+        let buckets = (0..ROUTES_MAX).map(|_| Bucket::default()).collect();
+        Self { buckets, requests: AtomicU64::new(0), rest, known: Mutex::default() }
+    }
+}
+
+debug_as!(Needs, |needs| known: lock(&needs.known).len());
 
 impl Needs {
     /// Returns the need of requests of this kind with this estimate.
     pub fn of(&self, kind: Kind, estimate: ByteSize, is_minimum: bool) -> Compared {
         let family = if kind.is_declared { kind.route } else { !kind.route };
         let key = family.wrapping_add(SizeClass::of(estimate).bound().get());
-        let mut known = lock(&self.0);
-        known.requests += 1;
-        let now = known.requests;
-        let need = match known.routes.get_mut(&key) {
-            Some(route) => {
-                route.used = now;
-                Arc::clone(&route.need)
-            }
-            None => known.add(key, family, kind),
-        };
-        drop(known);
+        let need = self.find(key).unwrap_or_else(|| self.add(key, family, kind));
         Compared { need, estimate, compared: estimate.max(COMPARED_MIN), is_minimum }
+    }
+
+    fn bucket(&self, key: u64) -> &Bucket {
+        // By the upper bits of a product: the keys of a route differ in one bit each.
+        let hash = u128::from(key.wrapping_mul(0x9E37_79B9_7F4A_7C15));
+        &self.buckets[usize::try_from((hash * ROUTES_MAX as u128) >> 64).unwrap_or_default()]
+    }
+
+    /// Returns the record of a key, which is used now.
+    fn find(&self, key: u64) -> Option<Arc<RouteNeed>> {
+        let bucket = self.bucket(key).read().unwrap_or_else(PoisonError::into_inner);
+        let (_, need) = bucket.iter().find(|(of, _)| *of == key)?;
+        let count = need.used.load(Ordering::Relaxed).wrapping_add(1) % BATCH;
+        if count == 0 {
+            self.requests.fetch_add(BATCH, Ordering::Relaxed);
+        }
+        let now = self.requests.load(Ordering::Relaxed);
+        // If two requests come at once, one of them may not be counted.
+        need.used.store(now * BATCH + count, Ordering::Relaxed);
+        Some(Arc::clone(need))
+    }
+
+    /// Adds a record if there is room for it.
+    #[cold]
+    fn add(&self, key: u64, route: u64, kind: Kind) -> Arc<RouteNeed> {
+        let known = &mut *lock(&self.known);
+        if let Some(added) = self.find(key) {
+            return added;
+        }
+        let now = self.requests.fetch_add(1, Ordering::Relaxed) + 1;
+        let is_full = known.len() >= ROUTES_MAX;
+        if !self.makes_room(known, now, is_full) && is_full {
+            return Arc::clone(&self.rest);
+        }
+        let lessons = if kind.is_declared { LESSONS_MIN } else { LESSONS_UNDECLARED };
+        let family = Arc::clone(known.families.entry(route).or_default());
+        let (used, is_of_one_route) = (AtomicU64::new(now * BATCH), !kind.has_many_routes);
+        let new = RouteNeed::new(family, lessons);
+        let need = Arc::new(RouteNeed { used, key, route, is_of_one_route, ..new });
+        known.records[0].push_back(Arc::clone(&need));
+        let bucket = self.bucket(key).write();
+        bucket.unwrap_or_else(PoisonError::into_inner).push((key, Arc::clone(&need)));
+        need
+    }
+
+    /// Looks at the next records and, if all places are taken, removes one that no running request
+    /// uses. Clients choose paths: a record is removed if it has no measurement or is not used any
+    /// more. Returns `true` if one was removed.
+    fn makes_room(&self, known: &mut Known, now: u64, is_full: bool) -> bool {
+        for nth in 0..2 * LOOKS {
+            let Some(need) = known.records[nth / LOOKS].pop_front() else { continue };
+            let has_learned = need.seen.load(Ordering::Relaxed) != 0;
+            let age = now.saturating_sub(need.used.load(Ordering::Relaxed) / BATCH);
+            if is_full && (!has_learned || age >= UNUSED) {
+                // No other request can find it meanwhile.
+                let bucket = self.bucket(need.key).write();
+                let mut bucket = bucket.unwrap_or_else(PoisonError::into_inner);
+                // This reference and that of the bucket.
+                if Arc::strong_count(&need) == 2 {
+                    bucket.retain(|(key, _)| *key != need.key);
+                    if Arc::strong_count(&need.family) == 2 {
+                        known.families.remove(&need.route);
+                    }
+                    return true;
+                }
+            }
+            known.records[usize::from(has_learned)].push_back(need);
+        }
+        false
     }
 }
 
@@ -191,29 +235,40 @@ impl Room {
     }
 }
 
-/// The record of the requests of one kind.
+/// The record of the requests of one kind. What each request writes comes first: with the count of
+/// references it fills a cache line of a block of 128 bytes.
 #[derive(Debug, Default)]
+#[repr(C)]
 struct RouteNeed {
     /// The mean and the deviation, as bits of two `f32`; 0 before the first request.
     seen: AtomicU64,
+    /// The number of requests of all routes at the last one of this, times [`BATCH`], and how many
+    /// of this are not among them.
+    used: AtomicU64,
+    average: Mutex<Average>,
+    key: u64,
+    /// The key of `family`.
+    route: u64,
     /// The highest ratio of a running request before the first has ended, as the bits of an `f64`.
     /// The bits of values that are not negative compare like the values.
     running: AtomicU64,
     /// The last known mean and deviation of the route, for requests of any size; 0 if none is
     /// known.
     family: Arc<AtomicU64>,
+    slow_start: Arc<Mutex<SlowStart>>,
+    /// The record of the route's memory, or that of the first of several routes. It is kept here so
+    /// that most requests need no look-up.
+    usage: OnceLock<Arc<Usage>>,
+    lessons_min: u32,
     /// Set once the caller's estimate is no longer used.
     is_known: AtomicBool,
     /// What is known of its requests: [`STREAMS`], [`GROWS_LATE`] and [`READS`].
     habits: AtomicU8,
-    average: Mutex<Average>,
-    slow_start: Arc<Mutex<SlowStart>>,
-    lessons_min: u32,
-    /// The record of the route's memory, or that of the first of several routes. It is kept here so
-    /// that most requests need no look-up.
-    usage: OnceLock<Arc<Usage>>,
     is_of_one_route: bool,
 }
+
+#[cfg(not(lowtide_loom))]
+const _: () = assert!(size_of::<RouteNeed>() <= 112, "with two counts it fills 128 bytes");
 
 /// An answer without a known end has lasted.
 pub const STREAMS: u8 = 1;
@@ -281,13 +336,9 @@ impl NeedRatio {
 }
 
 impl RouteNeed {
-    fn new(family: Arc<AtomicU64>, lessons_min: u32, is_of_one_route: bool) -> Self {
+    fn new(family: Arc<AtomicU64>, lessons_min: u32) -> Self {
         let slow_start = Arc::new(Mutex::new(SlowStart::new(lessons_min)));
-        Self { family, slow_start, lessons_min, is_of_one_route, ..Self::default() }
-    }
-
-    fn has_learned(&self) -> bool {
-        lock(&self.average).lessons > 0
+        Self { family, slow_start, lessons_min, ..Self::default() }
     }
 
     fn learn(&self, ratio: f64) {
@@ -296,8 +347,14 @@ impl RouteNeed {
         let Average { lessons, mean, variance } = *average;
         let seen = NeedRatio { mean, deviation: variance.max(0.0).sqrt() }.pack();
         self.seen.store(seen, Ordering::Relaxed);
-        if lessons >= self.lessons_min {
+        if lessons < self.lessons_min {
+            return;
+        }
+        // Read first, since all sizes of the route share it.
+        if self.family.load(Ordering::Relaxed) != seen {
             self.family.store(seen, Ordering::Relaxed);
+        }
+        if !self.is_known.load(Ordering::Relaxed) {
             self.is_known.store(true, Ordering::Release);
         }
     }
@@ -434,24 +491,24 @@ impl Compared {
             entered => entered.is_err(),
         };
         let (slow_start, clock) = (Arc::clone(&self.need.slow_start), Arc::clone(clock));
-        let (has_begun, succeeded) = (AtomicBool::new(false), AtomicBool::new(false));
-        Ok(Some(Arc::new(SlowStartPermit {
-            slow_start,
-            clock,
-            entered,
-            is_over_limit,
-            has_begun,
-            succeeded,
-        })))
+        let state = AtomicU8::new(0);
+        let permit = SlowStartPermit { slow_start, clock, entered, is_over_limit, state };
+        Ok(Some(Arc::new(permit)))
     }
 }
 
 /// The maximum number of routes that are recorded separately; later ones share one estimate.
-pub const ROUTES_MAX: usize = 256;
+pub const ROUTES_MAX: usize = if cfg!(lowtide_loom) { 1 } else { 256 };
 
-/// A route can be replaced if none of the last requests, this many, used it. An estimate: 64 for
+/// A route can be replaced if none of about this many last requests used it. An estimate: 64 for
 /// each route.
 const UNUSED: u64 = 64 * ROUTES_MAX as u64;
+/// The number of requests of a record that are added at once to those of all, which all threads
+/// share.
+const BATCH: u64 = 16;
+/// The number of records of either kind that a request without one looks at. An estimate: 128 such
+/// requests look at all.
+const LOOKS: usize = 2;
 
 /// The multiple of its estimate that a request of an unknown route may need, in addition to the
 /// ledger's correction factor: JSON of small values needs up to 89 times its length, and the
@@ -584,14 +641,19 @@ pub struct SlowStartPermit {
     entered: Moment,
     /// `true` if only observe mode admitted it.
     pub(crate) is_over_limit: bool,
-    has_begun: AtomicBool,
-    succeeded: AtomicBool,
+    /// [`BEGUN`] and [`SUCCEEDED`].
+    state: AtomicU8,
 }
+
+/// The request runs, or has run.
+const BEGUN: u8 = 1;
+/// Its handler succeeded.
+const SUCCEEDED: u8 = 2;
 
 impl SlowStartPermit {
     /// Records that its request runs. Dropped before that, it leaves no trace.
     pub fn begin(&self) {
-        self.has_begun.store(true, Ordering::Relaxed);
+        self.state.fetch_or(BEGUN, Ordering::Relaxed);
         lock(&self.slow_start).begin(self.entered);
     }
 
@@ -612,16 +674,17 @@ impl SlowStartPermit {
 
     /// Records that its handler succeeded, or that it failed.
     pub fn answered(&self, success: bool) {
-        self.succeeded.store(success, Ordering::Relaxed);
+        self.state.fetch_and(!SUCCEEDED, Ordering::Relaxed);
+        self.state.fetch_or(SUCCEEDED * u8::from(success), Ordering::Relaxed);
     }
 }
 
 impl Drop for SlowStartPermit {
     fn drop(&mut self) {
         let mut slow_start = lock(&self.slow_start);
-        if self.has_begun.load(Ordering::Relaxed) {
-            let succeeded = self.succeeded.load(Ordering::Relaxed);
-            slow_start.leave(succeeded, self.entered, self.clock.now());
+        let state = self.state.load(Ordering::Relaxed);
+        if state & BEGUN != 0 {
+            slow_start.leave(state & SUCCEEDED != 0, self.entered, self.clock.now());
         } else {
             slow_start.cancel();
         }
@@ -646,6 +709,69 @@ mod tests {
     /// One of each hundred requests needs a hundred times more.
     fn rare(nth: u64) -> u64 {
         if nth % 100 == 99 { 100 } else { 1 }
+    }
+
+    /// Records beyond the bound were looked for among all others, under a lock that all requests took.
+    #[test]
+    fn a_route_learns_among_others_and_invented_ones_what_it_learns_alone() {
+        let seed = 7_u64;
+        println!("seed {seed}");
+        let mut state = seed;
+        let mut draw = |below: u64| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state % below
+        };
+        let (together, alone) = (Needs::default(), [(); 40].map(|()| Needs::default()));
+        for nth in 0..100_000 {
+            let (route, size, is_declared) = (draw(40), draw(3), draw(2) == 0);
+            let kind = Kind { route: route << 50, is_declared, has_many_routes: false };
+            let estimate = ByteSize::mib(1 << size);
+            let own = alone.get(usize::try_from(route).expect("small")).expect("one of 40");
+            let held = ByteSize::kib(draw(1 << (10 + route % 5)));
+            let claims = [&together, own].map(|needs| {
+                let need = needs.of(kind, estimate, false);
+                let claim = need.claim(ROOM);
+                need.learn(held);
+                claim
+            });
+            assert_eq!(claims[0], claims[1], "{nth}: route {route}, {estimate}");
+            let invented = Kind { route: draw(u64::MAX), ..kind };
+            let need = together.of(invented, estimate, false);
+            // Each of the 240 has come by then.
+            if nth > 5_000 && draw(2) == 0 {
+                need.learn(held);
+            }
+        }
+        let known = lock(&together.known);
+        assert_eq!(known.len(), ROUTES_MAX);
+        assert!(known.families.len() <= ROUTES_MAX, "{}", known.families.len());
+    }
+
+    #[test]
+    fn records_leave_their_bucket_and_their_route_with_its_last_one() {
+        let needs = Needs::default();
+        let sizes = [1, 2].map(|mib| of(&needs, ByteSize::mib(mib), true));
+        let invent = |from: u64| {
+            for route in from..from + 1_000 {
+                let kind = Kind { route: route << 40, is_declared: true, has_many_routes: false };
+                needs.of(kind, MIB, false).learn(MIB);
+            }
+        };
+        invent(10);
+        sizes.iter().for_each(|need| (0..LESSONS_MIN).for_each(|_| need.learn(MIB)));
+        let again = || [1, 2].map(|mib| of(&needs, ByteSize::mib(mib), true));
+        assert!(again().iter().zip(&sizes).all(|(one, two)| Arc::ptr_eq(&one.need, &two.need)));
+        drop(sizes);
+        (0..20).for_each(|nth| invent(10_000 + 1_000 * nth));
+        let in_buckets = needs.buckets.iter().map(|bucket| bucket.read().expect("no panic").len());
+        assert_eq!(in_buckets.sum::<usize>(), ROUTES_MAX);
+        {
+            let known = lock(&needs.known);
+            assert_eq!((known.len(), known.families.len()), (ROUTES_MAX, ROUTES_MAX));
+            assert!(!known.families.contains_key(&1), "none of its records was used");
+        }
     }
 
     #[test]
@@ -964,5 +1090,36 @@ mod slow_start_tests {
             leave(&mut route, false);
         }
         assert!(!route.is_over());
+    }
+}
+
+#[cfg(all(test, lowtide_loom))]
+mod models {
+    use loom::thread;
+
+    use super::*;
+
+    /// There is room for one record, which is replaced only while no request uses it.
+    #[test]
+    fn a_record_is_that_of_its_key_while_another_replaces_it() {
+        loom::model(|| {
+            let needs = Arc::new(Needs::default());
+            let of = |needs: &Needs, route: u64| {
+                let kind = Kind { route, is_declared: true, has_many_routes: false };
+                needs.of(kind, ByteSize::kib(16), false)
+            };
+            drop(of(&needs, 1 << 40));
+            let other = {
+                let needs = Arc::clone(&needs);
+                thread::spawn(move || of(&needs, 2 << 40))
+            };
+            let (one, other) = (of(&needs, 1 << 40), other.join().expect("no panic"));
+            let routes = [&one, &other].map(|of| of.need.route >> 40);
+            assert!([[1, 0], [0, 2]].contains(&routes), "{routes:?}");
+            let known = lock(&needs.known);
+            let bucket = needs.buckets[0].read().expect("no panic");
+            assert_eq!((known.len(), bucket.len(), known.families.len()), (1, 1, 1));
+            assert!(Arc::ptr_eq(&known.records[0][0], &bucket[0].1));
+        });
     }
 }

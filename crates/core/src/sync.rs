@@ -8,11 +8,11 @@
 #[cfg(lowtide_loom)]
 pub use loom::sync::atomic;
 #[cfg(lowtide_loom)]
-pub use loom::sync::{Arc, Condvar, Mutex, MutexGuard};
+pub use loom::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock};
 #[cfg(not(lowtide_loom))]
 pub use std::sync::atomic;
 #[cfg(not(lowtide_loom))]
-pub use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+pub use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock};
 
 use std::any::Any;
 use std::cell::Cell;
