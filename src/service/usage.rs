@@ -33,10 +33,11 @@ fn look_up(
     origin: &RequestOrigin,
     succeeded: bool,
 ) -> Arc<Usage> {
-    let (method, route) = (origin.method.as_str(), origin.route.to_string());
+    let (method, route) = (origin.method.as_str(), origin.route.as_str());
     unmeasured(|| {
-        let usage = permit.state().routes.of_route(method, &route, origin.is_matched, succeeded);
-        need.keep_usage(&usage, method, route.as_bytes());
+        let usage = permit.state().routes.of_route(method, route, origin.is_matched, succeeded);
+        // Records are not removed: a route that could have had one now finds them all taken.
+        need.keep_usage(&usage, method, route.as_bytes(), origin.is_matched || succeeded);
         usage
     })
 }

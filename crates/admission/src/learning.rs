@@ -445,9 +445,10 @@ impl Compared {
         is_kept.then_some(usage)
     }
 
-    /// Keeps the record here if it is of this route, and none is kept.
-    pub fn keep_usage(&self, usage: &Arc<Usage>, method: &str, name: &[u8]) {
-        if usage.is(method, name) {
+    /// Keeps the record here if none is kept and it is of this route, or if all requests of this
+    /// need are of one route, which `never` gets a record of its own.
+    pub fn keep_usage(&self, usage: &Arc<Usage>, method: &str, name: &[u8], never: bool) {
+        if never && self.need.is_of_one_route || usage.is(method, name) {
             let _ = self.need.usage.set(Arc::clone(usage));
         }
     }
@@ -771,6 +772,27 @@ mod tests {
             let known = lock(&needs.known);
             assert_eq!((known.len(), known.families.len()), (ROUTES_MAX, ROUTES_MAX));
             assert!(!known.families.contains_key(&1), "none of its records was used");
+        }
+    }
+
+    /// The bug: each request of a route beyond those with a record of their memory looked for one,
+    /// under a lock.
+    #[test]
+    fn a_route_that_never_gets_a_record_of_its_memory_keeps_that_of_all_others() {
+        let needs = Needs::default();
+        let named = || ("GET", b"/b".as_slice());
+        for (has_many_routes, never, is_kept) in
+            [(false, false, false), (false, true, true), (true, true, false)]
+        {
+            let kind = Kind { route: 1, is_declared: true, has_many_routes };
+            let need = if has_many_routes {
+                needs.of(Kind { route: 9, ..kind }, MIB, false)
+            } else {
+                needs.of(kind, MIB, false)
+            };
+            let other = Arc::new(Usage::default());
+            need.keep_usage(&other, "GET", b"/b", never);
+            assert_eq!(need.usage(named).is_some(), is_kept, "{never}, {has_many_routes}");
         }
     }
 

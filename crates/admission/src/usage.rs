@@ -147,7 +147,7 @@ pub struct Usages(Mutex<UsageRecords>);
 
 #[derive(Debug, Default)]
 struct UsageRecords {
-    /// In the order of their names and methods.
+    /// The shortest names first, otherwise in the order of names and methods.
     named: Vec<Arc<Usage>>,
     other: Option<Arc<Usage>>,
 }
@@ -193,7 +193,8 @@ impl Usages {
     fn of(&self, method: &'static str, name: &str, most: usize) -> Arc<Usage> {
         let name = shortened(name);
         let UsageRecords { named, other } = &mut *self.records();
-        let found = named.binary_search_by(|of| (&*of.name, of.method).cmp(&(name, method)));
+        let key = (name.len(), name, method);
+        let found = named.binary_search_by(|of| (of.name.len(), &*of.name, of.method).cmp(&key));
         // In Prometheus, a label with an empty value counts as missing.
         let may_have = !name.is_empty() && name != OTHER;
         if let Ok(at) = found
