@@ -19,6 +19,8 @@ use clap::Parser;
 use common::callgrind::{Counted, per_step};
 use common::figures::Figures;
 use futures_util::FutureExt as _;
+use http::Uri;
+use http::request::Parts;
 use http_body_util::BodyExt as _;
 use hyper::server::conn::http1;
 use hyper_util::rt::TokioIo;
@@ -29,6 +31,7 @@ use lowtide::config::DeviceChoice;
 use lowtide::heap::Account;
 use lowtide::service::{ContentLength, MemoryLayer};
 use lowtide::{BoxError, ByteSize, Memory};
+use lowtide_admission::Cost;
 use lowtide_admission::learning::{Kind, Needs, Room};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tower::Service as _;
@@ -130,7 +133,8 @@ const HELLOS: u32 = 10_000;
 /// The process that is counted: work for an account that does nothing (`idle`), that allocates and
 /// frees small blocks (`settled`), or more than 64 KiB (`peak`); and requests over HTTP/1, behind a
 /// layer that measures or one that does not. Those that end in `bare` do the same for no account
-/// and behind no layer.
+/// and behind no layer. `admission` and its release, and `rejection`, are alone; `20000x1` is
+/// requests of as many routes, each of one size.
 fn be(counted: &str, steps: usize) -> Result<(), BoxError> {
     match counted {
         "hello" => return hello(Some(memory()?.admission()), steps),
@@ -139,6 +143,8 @@ fn be(counted: &str, steps: usize) -> Result<(), BoxError> {
         }
         "hello-bare" => return hello(None, steps),
         "request" => return request(),
+        "admission" | "rejection" => return admissions(counted == "rejection", steps),
+        keys if keys.contains('x') => return of_keys(keys, steps),
         work => {
             let (of, is_measured) =
                 work.strip_suffix("-bare").map_or((work, true), |work| (work, false));
@@ -195,6 +201,32 @@ async fn hello(admission: Option<&Admission>, requests: usize) -> Result<(), Box
     Ok(())
 }
 
+fn admissions(is_full: bool, steps: usize) -> Result<(), BoxError> {
+    let admission = Admission::with_limit(ByteSize::gib(1));
+    let most = is_full.then(|| admission.try_admit(Cost::host(ByteSize::gib(1))));
+    for _ in 0..steps {
+        black_box(&admission.try_admit(black_box(Cost::host(ByteSize::kib(64)))));
+    }
+    black_box(most);
+    Ok(())
+}
+
+/// Sends requests of so many routes and sizes, each of which has a key of its own.
+fn of_keys(keys: &str, steps: usize) -> Result<(), BoxError> {
+    let (routes, sizes) = keys.split_once('x').ok_or("no sizes")?;
+    let (routes, sizes): (usize, usize) = (routes.parse()?, sizes.parse()?);
+    let estimate = |head: &Parts| {
+        let size = head.uri.path().rsplit('/').next().and_then(|size| size.parse().ok());
+        Cost::host(ByteSize::kib(16 << size.unwrap_or(0_u32)))
+    };
+    let memory = memory()?;
+    let layer = memory.layer().with_estimate(estimate);
+    let mut service = axum::Router::new().fallback(async || "hello world").layer(layer);
+    let uri = |key: usize| format!("/{}/{}", key / sizes, key % sizes).parse();
+    let uris = (0..routes * sizes).map(uri).collect::<Result<Vec<Uri>, _>>()?;
+    uris.iter().cycle().take(steps).try_for_each(|uri| ask(&mut service, uri))
+}
+
 /// Sends requests to a service, each from its head to the end of its answer, without a connection.
 /// The last one is [`measured`].
 fn request() -> Result<(), BoxError> {
@@ -202,7 +234,7 @@ fn request() -> Result<(), BoxError> {
     let routes = axum::Router::new().route("/", axum::routing::get(async || "hello world"));
     let mut service = routes.layer(memory.layer());
     for _ in 0..20 {
-        ask(&mut service)?;
+        ask(&mut service, &Uri::from_static("/"))?;
     }
     measured(&mut service)
 }
@@ -210,11 +242,12 @@ fn request() -> Result<(), BoxError> {
 /// One request: the functions that run in it are counted.
 #[inline(never)]
 fn measured(service: &mut axum::Router) -> Result<(), BoxError> {
-    ask(service)
+    ask(service, &Uri::from_static("/"))
 }
 
-fn ask(service: &mut axum::Router) -> Result<(), BoxError> {
-    let answer = service.call(http::Request::get("/").body(axum::body::Body::empty())?);
+fn ask(service: &mut axum::Router, uri: &Uri) -> Result<(), BoxError> {
+    let request = http::Request::get(uri.clone()).body(axum::body::Body::empty())?;
+    let answer = service.call(request);
     let answer = answer.now_or_never().ok_or("it waits")??;
     let body = answer.into_body().collect().now_or_never().ok_or("it waits")??;
     if body.to_bytes() == "hello world" { Ok(()) } else { Err("another answer".into()) }
@@ -223,7 +256,8 @@ fn ask(service: &mut axum::Router) -> Result<(), BoxError> {
 /// Counts everything, and adds the figures.
 fn instructions(figures: &mut Figures) -> Result<(), BoxError> {
     let count = |counted: &str| {
-        let steps = if counted.starts_with("hello") { HELLOS } else { POLLS };
+        let is_request = counted.starts_with("hello") || counted.contains('x');
+        let steps = if is_request { HELLOS } else { POLLS };
         per_step("", counted, steps)
     };
     let more = |of: &str| Ok::<_, BoxError>(count(of)? - count(&format!("{of}-bare"))?);
@@ -238,5 +272,14 @@ fn instructions(figures: &mut Figures) -> Result<(), BoxError> {
     add("hello.instructions", bare, "instructions", f64::INFINITY);
     add("hello.admitted_ratio", unmeasured / bare, "x", f64::INFINITY);
     add("layer.ratio", count("hello")? / unmeasured, "x", 1.02);
+    let mut add = |name: &str, value, unit, most| {
+        figures.at_most(format!("light.{name}"), value, unit, most);
+    };
+    let few = count("10x1")?;
+    add("request.instructions", few, "instructions", f64::INFINITY);
+    add("routes.ratio", count("20000x1")? / few, "x", 1.15);
+    add("sizes.ratio", count("40x14")? / few, "x", 1.1);
+    add("admission.instructions", count("admission")?, "instructions", 80.0);
+    add("rejection.instructions", count("rejection")?, "instructions", 200.0);
     Ok(())
 }

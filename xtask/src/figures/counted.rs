@@ -51,6 +51,8 @@ const MISSED: &[(&str, f64)] = &[
     ("arena.warm.files", 23.0),
     ("arena.warm.functions", 111.0),
     ("gpu.view.calls", 11.0),
+    ("light.admission.instructions", 95.0),
+    ("light.rejection.instructions", 475.0),
     ("measured.layer.ratio", 1.08),
     ("measured.scope.peak.instructions", 390.0),
 ];
@@ -131,10 +133,9 @@ fn as_stated((value, unit): &(f64, String), stated: &str) -> Option<String> {
     number.replace(',', "").parse::<f64>().ok()?;
     let value = if unit == "bytes" { value / f64::from(1 << 20) } else { *value };
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "it is a count")]
-    let measured = match number.split_once('.') {
-        None => commas(value.round() as u64),
-        Some((_, digits)) => format!("{value:.0$}", digits.len()),
-    };
+    let whole = || commas(value.round() as u64);
+    let digits = number.split_once('.').map(|(_, digits)| digits.len());
+    let measured = digits.map_or_else(whole, |digits| format!("{value:.digits$}"));
     Some(stated.replace(number, &measured))
 }
 
