@@ -29,8 +29,8 @@ enum PermitHold {
     /// A request that holds host memory and of which nothing else is known, as most start.
     Host(ByteSize),
     Request(RequestReservation),
-    /// Boxed so that a request's permit is small to move. `None` once it was taken out.
-    Resource(Option<Box<(ResourceHold, ResourceHold)>>),
+    /// No larger than a request, and without a destructor. `None` once it was taken out.
+    Resource(Option<(ResourceHold, ResourceHold)>),
 }
 
 /// A request.
@@ -91,7 +91,7 @@ impl Permit {
         host: ResourceHold,
         device: ResourceHold,
     ) -> Self {
-        Self { state, held: PermitHold::Resource(Some(Box::new((host, device)))) }
+        Self { state, held: PermitHold::Resource(Some((host, device))) }
     }
 
     /// Returns the state of a request; `None` on a resource's permit.
@@ -114,7 +114,7 @@ impl Permit {
     /// permit, which ends.
     pub(super) fn into_resource(mut self) -> Option<(ResourceHold, ResourceHold)> {
         let PermitHold::Resource(held) = &mut self.held else { return None };
-        held.take().map(|both| *both)
+        held.take()
     }
 
     /// Returns the bytes that the permit holds.
@@ -374,8 +374,7 @@ impl Permit {
     /// would count as wrong estimates of requests.
     pub fn settle_at(&mut self, held: Cost) {
         let held = self.state.by_budget(held);
-        if let PermitHold::Resource(Some(both)) = &mut self.held {
-            let (host, device) = &mut **both;
+        if let PermitHold::Resource(Some((host, device))) = &mut self.held {
             self.state.host.raise(host, held.host);
             self.state.device.raise(device, held.device);
             self.state.host.settle(host);
@@ -421,7 +420,7 @@ impl Drop for Permit {
             PermitHold::Host(bytes) => self.state.finish_host(*bytes),
             PermitHold::Request(request) => request.end(self.state),
             PermitHold::Resource(held) => {
-                if let Some((host, device)) = held.take().map(|both| *both) {
+                if let Some((host, device)) = held.take() {
                     self.state.unload(host, device);
                 }
             }
