@@ -112,7 +112,7 @@ macro_rules! rows {
     Detail Gauge "lowtide_device_hole_bytes" = arena.holes,
         "Free bytes inside an arena's active granules (fragmentation).";
     Detail Gauge "lowtide_device_largest_free_bytes" = arena.largest_free,
-        "Size of an arena's largest free block in committed memory.";
+        "Size of a free block in an arena's committed memory, the largest of those examined.";
     Detail Gauge "lowtide_device_live_peak_bytes" = arena.live_peak,
         "Largest number of live bytes since the arena was opened.";
     Detail Gauge "lowtide_device_committed_peak_bytes" = arena.committed_peak,

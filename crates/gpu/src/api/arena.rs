@@ -337,8 +337,7 @@ impl DeviceArena {
 
     /// Returns all figures at one instant, without a driver call; all zero in a forked child.
     ///
-    /// Holds the locks while it searches the largest free span: usually a few free blocks and
-    /// granules, in the worst case all.
+    /// Holds the locks while it examines a few free spans, and the memory of these.
     #[must_use]
     pub fn snapshot(&self) -> ArenaSnapshot {
         if self.inner.check_here().is_err() {

@@ -34,6 +34,10 @@ const SMALL_BELOW: u64 = 1 << 20;
 const COST_OF_WAITING: u64 = 1 << 34;
 const COST_OF_COMMITTING: u64 = 1 << 35;
 
+/// The number of free blocks that are examined for a figure, while the lock is held: those of the
+/// highest bins, whose sizes differ by less than 1/16 within a bin. 32 take some 2 us.
+const LOOKS: usize = 32;
+
 /// The part of the cost that counts granules to commit.
 const COMMITS: u64 = (1 << 32) - 1;
 
@@ -421,15 +425,16 @@ impl RegionState {
         is_high(span) == is_high(other)
     }
 
-    /// Returns the size of the longest free span of addresses.
+    /// Returns the size of the longest free span of addresses. If more than [`LOOKS`] are in its bin
+    /// it may be a 16th less.
     pub(crate) fn largest_span(&self) -> u64 {
-        self.index.largest(|span| span.size)
+        self.index.largest_of(LOOKS, |span| span.size)
     }
 
-    /// Returns the size of the longest free span of committed memory. At worst examines every free
-    /// block and every granule.
+    /// Returns the size of the longest free span of committed memory among the [`LOOKS`] largest free
+    /// blocks of each range.
     pub(crate) fn largest_free(&self) -> u64 {
-        self.index.largest(|span| self.segment.committed_run_max(span))
+        self.index.largest_of(LOOKS, |span| self.segment.committed_run_max(span))
     }
 
     /// Returns all figures, including those of the caches.

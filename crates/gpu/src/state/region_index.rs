@@ -183,10 +183,10 @@ impl RegionIndex {
         self.low.metadata() + self.high.metadata()
     }
 
-    /// Like [`BlockIndex::largest`].
-    pub(crate) fn largest(&self, measure: impl Fn(Span) -> u64) -> u64 {
-        let high = self.high.largest(|span| measure(up(span, self.high_at)));
-        high.max(self.low.largest(measure))
+    /// Like [`BlockIndex::largest_of`], with this many looks in each range.
+    pub(crate) fn largest_of(&self, looks: usize, measure: impl Fn(Span) -> u64) -> u64 {
+        let high = self.high.largest_of(looks, |span| measure(up(span, self.high_at)));
+        high.max(self.low.largest_of(looks, measure))
     }
 
     /// Like [`BlockIndex::blocks`]: the blocks of the low range, then those of the high range. The

@@ -397,13 +397,16 @@ impl Segment {
     /// for each run of committed granules, and for each 64 granules.
     pub(crate) fn committed_run_max(&self, span: Span) -> u64 {
         let (mut best, mut across) = (0, 0);
-        for run in self.runs(self.granules_of(span), Word::committed) {
-            let (bytes, run) = (self.bytes_in(run, span), run.range());
+        let mut look = |run: Range<usize>| {
+            let bytes = self.bytes_in(Run::of(&run), span);
             // A run that ends at the border of the halves continues in the other half.
             let meets = run.start == self.middle || run.end == self.middle;
             across += if meets { bytes } else { 0 };
-            best = best.max(bytes).max(across);
-        }
+            best = bytes.max(across).max(best);
+        };
+        let [low, high] = self.parts(self.granules_of(span));
+        self.low.runs(low, Word::committed, &mut look);
+        self.high.runs(high, Word::committed, |range| look(mirrored(self.count, range)));
         best
     }
 

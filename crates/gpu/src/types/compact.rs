@@ -61,7 +61,8 @@ pub struct CompactReport {
     pub skipped: u64,
     /// Bytes of granules that became idle: those left by the moves, minus those made active.
     pub recovered: ByteSize,
-    /// The longest free span of addresses in the region afterwards.
+    /// The longest free span of addresses in the region afterwards; up to a 16th less if more than
+    /// 32 are about that long.
     pub largest_span: ByteSize,
     /// `true` if it ended early because a lease was held or requested, which blocks moves, or
     /// because another compaction of the arena is running: try again later.

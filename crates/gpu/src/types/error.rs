@@ -40,7 +40,8 @@ pub enum DeviceError {
     /// more: that is retried 16 times.
     #[error(
         "cannot allocate {requested} in arena {arena:?}: {}, {committed} committed, {live} live, \
-         {holes} free between live blocks, largest free span {largest_free}{}",
+         {holes} free between live blocks, largest free span at least \
+         {largest_free}{}",
         bound_text(*bound, *limit),
         recoverable_text(*recoverable)
     )]
@@ -62,7 +63,8 @@ pub enum DeviceError {
         /// Free bytes between live blocks, on granules that these keep. Upper bound of the memory
         /// that compaction can make idle.
         holes: ByteSize,
-        /// The longest free span of committed memory.
+        /// The longest free span of committed memory: a lower bound that the largest 32 free spans
+        /// of small and of large blocks of each region give, exact if there are no more.
         largest_free: ByteSize,
         /// Bytes of granules that [`DeviceArena::compact`](crate::DeviceArena::compact) would make
         /// idle with the default options, over both regions. A lower bound:
@@ -86,7 +88,8 @@ pub enum DeviceError {
         reserved: ByteSize,
         /// Bytes of live blocks in the region.
         live: ByteSize,
-        /// The longest free span of addresses, with or without memory.
+        /// The longest free span of addresses, with or without memory; up to a 16th less if more
+        /// than 32 are about that long.
         largest_span: ByteSize,
         /// The longest free span that [`DeviceArena::compact`](crate::DeviceArena::compact) would
         /// make with [`CompactOptions::contiguous`](crate::CompactOptions::contiguous): a lower

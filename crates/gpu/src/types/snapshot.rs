@@ -53,7 +53,8 @@ pub struct ArenaSnapshot {
     pub pending: ByteSize,
     /// Bytes of active granules that are neither live nor pending.
     pub holes: ByteSize,
-    /// The longest free span of committed memory.
+    /// The longest free span of committed memory: a lower bound that the largest 32 free spans of
+    /// small and of large blocks give, exact if there are no more.
     pub largest_free: ByteSize,
     /// The limit of committed memory.
     pub limit: ByteSize,
@@ -219,7 +220,8 @@ pub struct RegionSnapshot {
     pub pending: ByteSize,
     /// Bytes of active granules that are neither live nor pending.
     pub holes: ByteSize,
-    /// The longest free span of committed memory.
+    /// The longest free span of committed memory: a lower bound that the largest 32 free spans of
+    /// small and of large blocks give, exact if there are no more.
     pub largest_free: ByteSize,
 }
 

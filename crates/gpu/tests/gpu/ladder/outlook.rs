@@ -121,7 +121,8 @@ fn an_error_of_the_device_named_a_limit_that_is_none() {
             refused.to_string(),
             format!(
                 "cannot allocate 6.0 MiB in arena {:?}: the driver is out of memory, 4.0 MiB \
-                 committed, 4.0 MiB live, 0 B free between live blocks, largest free span 0 B",
+                 committed, 4.0 MiB live, 0 B free between live blocks, largest free span at \
+                 least 0 B",
                 arena.name()
             )
         );
