@@ -34,6 +34,9 @@ struct Cli {
     /// Judges no time, and leaves out what measures nothing else.
     #[arg(long)]
     counted: bool,
+    /// Measures failed allocations alone.
+    #[arg(long)]
+    failed: bool,
 }
 
 const NO_GOAL: f64 = f64::INFINITY;
@@ -45,6 +48,10 @@ fn main() -> ExitCode {
             return Ok(true);
         }
         let mut figures = Figures::new(cli.counted);
+        failures_of_arena(&mut figures);
+        if cli.failed {
+            return Ok(figures.print());
+        }
         if !cli.counted {
             times(&mut figures);
         }
@@ -80,6 +87,8 @@ fn be(who: &str, steps: usize) {
     match who {
         "ours" => run(Ours::new(POOL), steps),
         "offset-allocator" => run(Offset::new(POOL), steps),
+        "beside few" => work::fail(1 << 13, steps),
+        "beside many" => work::fail(1 << 17, steps),
         _ => run(Nobody, steps),
     }
 }
@@ -96,6 +105,15 @@ fn instructions(figures: &mut Figures) {
             Ok(count) => figures.at_most(name, count, "instructions", goal),
             Err(why) => println!("skipped: {name}: {why}"),
         }
+    }
+}
+
+/// Allocations that fail beside many free blocks: times, and instructions over those beside few.
+fn failures_of_arena(figures: &mut Figures) {
+    work::failed(figures);
+    match per_step("beside many", 50).and_then(|many| Ok(many / per_step("beside few", 50)?)) {
+        Ok(ratio) => figures.at_most("light.fail.instructions_ratio", ratio, "ratio", 1.05),
+        Err(why) => println!("skipped: light.fail.instructions_ratio: {why}"),
     }
 }
 

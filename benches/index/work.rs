@@ -5,12 +5,12 @@
 //!
 //! Invariant: a slot holds a live block or none; a failed allocation leaves it empty.
 use std::hint::black_box;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 use std::time::Instant;
 
-use common::figures::{Figures, median};
-use lowtide_gpu::clock::ManualClock;
+use common::figures::{Figures, median, quantile};
+use lowtide_gpu::clock::{ManualClock, SystemClock};
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::index::{BlockId, BlockIndex, End, Request};
 use lowtide_gpu::{ArenaConfig, Buffer, ByteSize, DeviceArena, HostDriver, Region};
@@ -113,7 +113,7 @@ impl<P: Peer> Peer for Timed<'_, P> {
 /// Returns the lower quartile of the times that two reads of the clock take.
 fn clock_nanos() -> f64 {
     let each: Vec<_> = (0..2001).map(|_| Instant::now().elapsed().as_nanos() as f64).collect();
-    common::figures::quantile(&each, 0.25)
+    quantile(&each, 0.25)
 }
 
 /// Median nanoseconds of a pair of 8 MiB in which nothing else is live.
@@ -323,4 +323,48 @@ fn arena_load90(figures: &mut Figures) {
     figures.at_most("arena.virtual.load90.failures", failures as f64, "failures", 0.0);
     figures.at_most("arena.virtual.load90.active_per_live.worst", worst, "ratio", 1.03);
     figures.add("arena.virtual.load90.active_per_live.end", end, "ratio");
+}
+
+// An allocation that its arena's limit rejects, beside many free blocks that are too small.
+
+/// Returns an arena at its limit that has so many free blocks of 8 KiB, a multiple of 128, and the
+/// live ones between them, in both ranges of addresses. Its clock runs: a failure plans a
+/// compaction only now and then.
+fn full(free: usize) -> (Arena, Vec<Option<Buffer<u8>>>) {
+    let (driver, clock) = (Arc::new(HostDriver::new()), Arc::new(SystemClock::new()));
+    let [limit, reserve] = [16, 32].map(|kib| ByteSize::kib(kib * free as u64));
+    let thread_cache = ByteSize::ZERO;
+    let config = ArenaConfig { limit, reserve, thread_cache, ..ArenaConfig::new("full") };
+    let mut arena = Arena(DeviceArena::open(driver, clock, config).expect("address space"));
+    let mut blocks: Vec<_> = (0..2 * free).map(|_| arena.alloc(8 << 10)).collect();
+    blocks.iter_mut().step_by(2).for_each(|block| *block = None);
+    (arena, blocks)
+}
+
+/// Makes allocations that fail beside so many free blocks.
+pub(crate) fn fail(free: usize, steps: usize) {
+    let (mut arena, _live) = full(free);
+    (0..steps).for_each(|_| assert!(arena.alloc(4 * MIB).is_none(), "there is room"));
+}
+
+/// What a failed allocation costs at a million free blocks, and what it costs another thread.
+pub(crate) fn failed(figures: &mut Figures) {
+    let (mut arena, _live) = full(1 << 20);
+    let (failing, is_over) = (arena.0.clone(), AtomicBool::new(false));
+    let mut timed = Timed { peer: &mut arena, clock: clock_nanos(), nanos: Vec::new() };
+    (0..1_000).for_each(|_| assert!(timed.alloc(4 * MIB).is_none(), "there is room"));
+    figures.timed("light.fail.us", median(&timed.nanos) / 1e3, "us", 20.0);
+    timed.nanos.clear();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                let failed = failing.alloc::<u8>(4 << 20, Region::Dynamic);
+                assert!(failed.is_err(), "there is room");
+            }
+        });
+        (0..20).for_each(|_| drop((0..1_000).map(|_| timed.alloc(4 << 10)).collect::<Vec<_>>()));
+        is_over.store(true, Ordering::Relaxed);
+    });
+    let bystander = quantile(&timed.nanos, 0.99) / 1e3;
+    figures.timed("light.fail.bystander_p99_us", bystander, "us", 50.0);
 }

@@ -49,6 +49,7 @@ const fn long(row: Row) -> Row {
 
 /// The subjects, and what each is about.
 pub(super) const SUBJECTS: &[(&str, &str)] = &[
+    ("light", "a failed allocation of an arena beside a million free blocks; a minute"),
     ("house", "how large the project is: lines, types, names, cycles, words; some seconds"),
     ("workspace", "what it costs to build, test and use the workspace: some 20 minutes"),
     ("arena", "the arena's paths: functions, instructions, schedules; some minutes"),
@@ -88,6 +89,7 @@ pub(super) const ROWS: &[Row] = &[
         Own(paths::measure_ratios),
     ),
     row("arena", "arena.schedules", Own(small::measure_schedules)),
+    row("light", "light.fail.", Bench("index -- --failed")),
     row("gpu", "gpu.context_waits gpu.compact.", Bench("gpu -- --part compact")),
     row("gpu", "gpu.trace.", Bench("gpu -- --part trace")),
     row("gpu", "gpu.wake.", Bench("gpu -- --part wake")),
