@@ -204,8 +204,8 @@ impl RegionState {
             }
             Search::Clear => self.take_clear(wanted, taker)?,
             // A piece for small blocks is as easy to get as a place among the large ones.
-            Search::Usual if segment.is_whole() => self.index.take_within(request, cost)?,
-            Search::Usual | Search::AmongLarge => self.index.take(request, cost)?,
+            Search::Usual => self.index.take(request, segment.is_whole(), cost)?,
+            Search::AmongLarge => self.index.take(request, false, cost)?,
         };
         let claim = self.claim(span);
         Some((self.put(wanted, id, span), claim))

@@ -44,10 +44,8 @@ impl BlockName {
 /// The blocks of a region.
 #[derive(Debug)]
 pub(crate) struct RegionIndex {
-    low: BlockIndex,
-    high: BlockIndex,
-    /// The start of the high range.
-    high_at: u64,
+    /// The index of the range at each end, and the start of the range.
+    ranges: [(BlockIndex, u64); 2],
 }
 
 /// Returns the bytes of addresses that a region needs so that its large range has `large` of them:
@@ -68,59 +66,52 @@ impl RegionIndex {
         let small = part / granule * granule;
         let wall = if small > 0 { granule } else { 0 };
         let high_at = span - small;
-        Self { low: BlockIndex::new(high_at - wall), high: BlockIndex::new(small), high_at }
+        let (low, high) = (BlockIndex::new(high_at - wall), BlockIndex::new(small));
+        Self { ranges: [(low, 0), (high, high_at)] }
     }
 
     /// Returns the bytes of addresses that large blocks can have.
     pub(crate) const fn large(&self) -> u64 {
-        self.low.span()
+        self.ranges[End::Low as usize].0.span()
     }
 
     /// Returns the wall between the ranges, if there are two.
     pub(crate) const fn wall(&self) -> Option<Span> {
-        let span = Span { offset: self.low.span(), size: self.high_at - self.low.span() };
+        let (offset, high) = (self.large(), self.ranges[End::High as usize].1);
+        let span = Span { offset, size: high - offset };
         if span.size > 0 { Some(span) } else { None }
     }
 
     /// Like [`BlockIndex::take`], in the range at the request's end. A small block that finds no
-    /// address there is placed among the large ones.
+    /// address there is placed among the large ones, unless it is to stay `within` the range.
     pub(crate) fn take(
         &mut self,
         request: Request,
+        within: bool,
         cost: impl Fn(Span) -> u64,
     ) -> Option<(BlockName, Span)> {
-        if request.end == End::High && self.high.span() > 0 {
-            let at = self.high_at;
-            let found = self.high.take(request, |span| cost(up(span, at)));
-            if let Some((id, span)) = found {
-                return Some((BlockName::new(id, End::High), up(span, at)));
+        let [(low, _), (high, at)] = &mut self.ranges;
+        if request.end == End::High && high.span() > 0 {
+            if let Some((id, span)) = high.take(request, |span| cost(up(span, *at))) {
+                return Some((BlockName::new(id, End::High), up(span, *at)));
+            }
+            if within {
+                return None;
             }
         }
-        let (id, span) = self.low.take(Request { end: End::Low, ..request }, cost)?;
+        let (id, span) = low.take(Request { end: End::Low, ..request }, cost)?;
         Some((BlockName::new(id, End::Low), span))
-    }
-
-    /// Like [`BlockIndex::take`], only in the range at the request's end.
-    pub(crate) fn take_within(
-        &mut self,
-        request: Request,
-        cost: impl Fn(Span) -> u64,
-    ) -> Option<(BlockName, Span)> {
-        let end = if self.high.span() > 0 { request.end } else { End::Low };
-        let (index, at) = self.at_end_mut(end);
-        let (id, span) = index.take(Request { end, ..request }, |span| cost(up(span, at)))?;
-        Some((BlockName::new(id, end), up(span, at)))
     }
 
     /// Returns all offsets of the range at an end.
     pub(crate) const fn bounds(&self, end: End) -> Span {
-        let (index, offset) = self.at_end(end);
-        Span { offset, size: index.span() }
+        let (index, offset) = &self.ranges[end as usize];
+        Span { offset: *offset, size: index.span() }
     }
 
     /// Returns the end whose range an offset lies in.
     pub(crate) const fn end_at(&self, offset: u64) -> End {
-        if offset >= self.high_at { End::High } else { End::Low }
+        if offset >= self.ranges[End::High as usize].1 { End::High } else { End::Low }
     }
 
     /// Like [`BlockIndex::take_cheapest`], in both ranges for a small block.
@@ -129,64 +120,68 @@ impl RegionIndex {
         request: Request,
         cost: impl Fn(Span) -> u64,
     ) -> Option<(BlockName, Span)> {
-        let (at, low) = (self.high_at, Request { end: End::Low, ..request });
+        let low = Request { end: End::Low, ..request };
+        let [(low_index, _), (high_index, at)] = &mut self.ranges;
+        let high_cost = |span| cost(up(span, *at));
         if request.end == End::High
-            && let Some(high) = self.high.cheapest(request, |span| cost(up(span, at)))
-            && self.low.cheapest(low, &cost).is_none_or(|low| high <= low)
+            && let Some(high) = high_index.cheapest(request, high_cost)
+            && low_index.cheapest(low, &cost).is_none_or(|low| high <= low)
         {
-            let (id, span) = self.high.take_cheapest(request, |span| cost(up(span, at)))?;
-            return Some((BlockName::new(id, End::High), up(span, at)));
+            let (id, span) = high_index.take_cheapest(request, high_cost)?;
+            return Some((BlockName::new(id, End::High), up(span, *at)));
         }
-        let (id, span) = self.low.take_cheapest(low, cost)?;
+        let (id, span) = low_index.take_cheapest(low, cost)?;
         Some((BlockName::new(id, End::Low), span))
     }
 
     /// Like [`BlockIndex::take_at`].
     pub(crate) fn take_at(&mut self, span: Span) -> Option<BlockName> {
         let end = self.end_at(span.offset);
-        let (index, at) = self.at_end_mut(end);
-        let id = index.take_at(Span { offset: span.offset - at, ..span })?;
+        let (index, at) = &mut self.ranges[end as usize];
+        let id = index.take_at(Span { offset: span.offset - *at, ..span })?;
         Some(BlockName::new(id, end))
     }
 
     /// Like [`BlockIndex::release`].
     pub(crate) fn release(&mut self, name: BlockName) -> Option<Span> {
-        let (index, at) = self.at_end_mut(name.end());
-        Some(up(index.release(name.id())?, at))
+        let (index, at) = &mut self.ranges[name.end() as usize];
+        Some(up(index.release(name.id())?, *at))
     }
 
     /// Like [`BlockIndex::span_of`].
     pub(crate) fn span_of(&self, name: BlockName) -> Option<Span> {
-        let (index, at) = self.at_end(name.end());
-        Some(up(index.span_of(name.id())?, at))
+        let (index, at) = &self.ranges[name.end() as usize];
+        Some(up(index.span_of(name.id())?, *at))
     }
 
     /// Like [`BlockIndex::resize`]; a block stays in its range.
     pub(crate) fn resize(&mut self, name: BlockName, size: u64) -> Option<Span> {
-        let (index, at) = self.at_end_mut(name.end());
-        Some(up(index.resize(name.id(), size)?, at))
+        let (index, at) = &mut self.ranges[name.end() as usize];
+        Some(up(index.resize(name.id(), size)?, *at))
     }
 
     /// Like [`BlockIndex::exchange`], for two blocks of one range.
     pub(crate) fn exchange(&mut self, name: BlockName, other: BlockName) -> bool {
         let end = name.end();
-        end == other.end() && self.at_end_mut(end).0.exchange(name.id(), other.id())
+        end == other.end() && self.ranges[end as usize].0.exchange(name.id(), other.id())
     }
 
     /// Returns the bytes of all live blocks.
-    pub(crate) const fn live(&self) -> u64 {
-        self.low.live() + self.high.live()
+    pub(crate) fn live(&self) -> u64 {
+        self.ranges.iter().map(|(index, _)| index.live()).sum()
     }
 
     /// Returns the bytes of the indexes themselves.
-    pub(crate) const fn metadata(&self) -> usize {
-        self.low.metadata() + self.high.metadata()
+    pub(crate) fn metadata(&self) -> usize {
+        self.ranges.iter().map(|(index, _)| index.metadata()).sum()
     }
 
     /// Like [`BlockIndex::largest_of`], with this many looks in each range.
     pub(crate) fn largest_of(&self, looks: usize, measure: impl Fn(Span) -> u64) -> u64 {
-        let high = self.high.largest_of(looks, |span| measure(up(span, self.high_at)));
-        high.max(self.low.largest_of(looks, measure))
+        let of = |(index, at): &(BlockIndex, u64)| {
+            index.largest_of(looks, |span| measure(up(span, *at)))
+        };
+        self.ranges.iter().map(of).fold(0, u64::max)
     }
 
     /// Like [`BlockIndex::blocks`]: the blocks of the low range, then those of the high range. The
@@ -197,37 +192,21 @@ impl RegionIndex {
 
     /// Like [`BlockIndex::live_blocks_unordered`], for both ranges.
     pub(crate) fn live_unordered(&self) -> impl Iterator<Item = Span> {
-        let high = self.high.live_blocks_unordered().map(|span| up(span, self.high_at));
-        self.low.live_blocks_unordered().chain(high)
+        let ranges = self.ranges.iter();
+        ranges.flat_map(|(index, at)| index.live_blocks_unordered().map(|span| up(span, *at)))
     }
 
     /// Like [`RegionIndex::blocks`], for one range.
     pub(crate) fn blocks_of(&self, end: End) -> impl Iterator<Item = (Span, Option<BlockName>)> {
-        let (index, at) = self.at_end(end);
+        let (index, at) = &self.ranges[end as usize];
         let named = move |id: BlockId| BlockName::new(id, end);
-        index.blocks().map(move |(span, id)| (up(span, at), id.map(named)))
+        index.blocks().map(move |(span, id)| (up(span, *at), id.map(named)))
     }
 
     /// # Panics
     /// If an invariant is violated.
     pub(crate) fn validate(&self) {
-        self.low.validate();
-        self.high.validate();
-    }
-
-    /// Returns the index of the range at an end, and the start of the range.
-    const fn at_end(&self, end: End) -> (&BlockIndex, u64) {
-        match end {
-            End::Low => (&self.low, 0),
-            End::High => (&self.high, self.high_at),
-        }
-    }
-
-    const fn at_end_mut(&mut self, end: End) -> (&mut BlockIndex, u64) {
-        match end {
-            End::Low => (&mut self.low, 0),
-            End::High => (&mut self.high, self.high_at),
-        }
+        self.ranges.iter().for_each(|(index, _)| index.validate());
     }
 }
 
@@ -252,7 +231,7 @@ mod tests {
         assert_eq!(ranges.large(), 64 * GRANULE);
         let wall = ranges.wall().expect("two ranges");
         let (mut above, mut below) = (0, 0);
-        while let Some((name, span)) = ranges.take(request(GRANULE / 2, End::High), |_| 0) {
+        while let Some((name, span)) = ranges.take(request(GRANULE / 2, End::High), false, |_| 0) {
             assert_eq!(ranges.span_of(name), Some(span));
             assert_eq!(name.end() == End::High, span.offset >= wall.end());
             *(if span.offset >= wall.end() { &mut above } else { &mut below }) += 1;
@@ -265,8 +244,8 @@ mod tests {
     #[test]
     fn blocks_of_two_ranges_do_not_change_places() {
         let mut ranges = RegionIndex::new(span_for(64 * GRANULE, GRANULE), GRANULE);
-        let (small, _) = ranges.take(request(512, End::High), |_| 0).expect("room");
-        let (large, _) = ranges.take(request(512, End::Low), |_| 0).expect("room");
+        let (small, _) = ranges.take(request(512, End::High), false, |_| 0).expect("room");
+        let (large, _) = ranges.take(request(512, End::Low), false, |_| 0).expect("room");
         assert!(!ranges.exchange(small, large));
         let small = ranges.release(small).expect("live");
         assert!(small.offset > 64 * GRANULE && ranges.take_at(small).is_some());
@@ -278,7 +257,7 @@ mod tests {
         assert_eq!(span_for(63 * GRANULE, GRANULE), 63 * GRANULE);
         let mut ranges = RegionIndex::new(63 * GRANULE, GRANULE);
         assert_eq!((ranges.large(), ranges.wall()), (63 * GRANULE, None));
-        let (_, span) = ranges.take(request(512, End::High), |_| 0).expect("room");
+        let (_, span) = ranges.take(request(512, End::High), false, |_| 0).expect("room");
         assert_eq!(span.offset, 0);
     }
 }
