@@ -157,7 +157,7 @@ impl BlockIndex {
     ///
     /// `cost` returns the cost of a place beyond the bookkeeping, 0 for none. The cheapest examined
     /// place is used; of equal ones the smallest bin, then the nearest to the request's end, as far
-    /// as the bin's order shows. `cost` is called at most 40 times, and not again after a cost of
+    /// as the bin's order shows. `cost` is called at most 45 times, and not again after a cost of
     /// 0; the rest is O(1).
     ///
     /// If memory is committed by the granule, a good cost is the number of granules that the place
@@ -652,6 +652,13 @@ impl BlockIndex {
     /// cost, a place in an earlier bin fits better.
     fn look(&self, bin: Bin, wanted: Request, cost: &impl Fn(Span) -> u64, best: &mut FreePlace) {
         let mut slot = self.bins.head(bin);
+        if wanted.end == End::High
+            && let Some((start, slot)) = self.highest(bin, wanted)
+            && cost(Span { offset: start, size: wanted.size }) == 0
+        {
+            *best = FreePlace { slot, bin, start, cost: 0 };
+            return; // as most
+        }
         for _ in 0..LOOKS_PER_BIN {
             if slot == NONE {
                 break;
@@ -676,6 +683,23 @@ impl BlockIndex {
             }
             slot = record.bin_next;
         }
+    }
+
+    /// Returns the highest place in the first blocks of a bin.
+    fn highest(&self, bin: Bin, wanted: Request) -> Option<(u64, u32)> {
+        let (mut slot, mut best) = (self.bins.head(bin), None);
+        for _ in 0..LOOKS_PER_BIN {
+            if slot == NONE {
+                break;
+            }
+            let record = &self.records[slot];
+            let start = fit(record.span(), wanted);
+            if start > best.map(|(start, _)| start) {
+                best = start.map(|start| (start, slot));
+            }
+            slot = record.bin_next;
+        }
+        best
     }
 }
 
