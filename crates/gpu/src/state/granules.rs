@@ -203,6 +203,16 @@ impl Granules {
         masks(range).map(|(at, mask)| count(bits(at) & mask)).sum()
     }
 
+    /// Like [`Granules::missing`], for one granule.
+    pub(crate) fn missing_one(&self, granule: usize) -> MissingGranules {
+        let word = self.words.get(granule / 64).copied().unwrap_or_default();
+        let bit = granule % 64;
+        MissingGranules {
+            granules: !(word.backed & !word.leaving) >> bit & 1,
+            is_moving: (word.committing | word.leaving) >> bit & 1 == 1,
+        }
+    }
+
     /// Returns what these granules lack to be committed.
     pub(crate) fn missing(&self, range: Range<usize>) -> MissingGranules {
         let mut missing = MissingGranules::default();

@@ -177,6 +177,10 @@ impl Segment {
 
     /// Records a block in a span.
     pub(crate) fn touch(&mut self, span: Span) {
+        if let Some(granule) = self.shared(span) {
+            let (half, at) = self.half_mut(granule);
+            return half.touch_part(at); // as most blocks
+        }
         let cover = self.cover_of(span);
         self.each_part(cover.wholly, Granules::touch);
         for granule in cover.partly.into_iter().flatten() {
@@ -187,6 +191,10 @@ impl Segment {
 
     /// Records that a block is freed; returns `true` if a granule became idle.
     pub(crate) fn untouch(&mut self, span: Span) -> bool {
+        if let Some(granule) = self.shared(span) {
+            let (half, at) = self.half_mut(granule);
+            return half.untouch_part(at);
+        }
         let (cover, mut went_idle) = (self.cover_of(span), false);
         self.each_part(cover.wholly, |half, range| went_idle |= half.untouch(range));
         for granule in cover.partly.into_iter().flatten() {
@@ -199,8 +207,9 @@ impl Segment {
     /// Returns what the span lacks to be committed.
     pub(crate) fn missing(&self, span: Span) -> MissingGranules {
         let range = self.granules_of(span);
-        if range.end <= self.middle {
-            return self.low.missing(range); // as most
+        if range.len() == 1 {
+            let (half, at) = self.half(range.start);
+            return half.missing_one(at); // as most
         }
         let [low, high] = self.parts(range);
         let (low, high) = (self.low.missing(low), self.high.missing(high));
@@ -214,6 +223,11 @@ impl Segment {
     /// then granules at its edges that no other block touches and that the block would keep from
     /// becoming idle. O(1), plus one step for each 64 granules.
     pub(crate) fn cost(&self, span: Span) -> u64 {
+        if let Some(granule) = self.shared(span) {
+            let (half, at) = self.half(granule);
+            let opened = u64::from(!half.is_touched(at)) << 32;
+            return opened + half.missing_one(at).granules;
+        }
         let cover = self.cover_of(span);
         let opened = cover.partly.into_iter().flatten().filter(|&granule| {
             let (half, at) = self.half(granule);
@@ -524,13 +538,19 @@ impl Segment {
         granule(span.offset)..granule(span.end() + (self.granularity - 1))
     }
 
+    /// Returns the granule that a span lies in, but does not cover.
+    fn shared(&self, span: Span) -> Option<usize> {
+        let Range { start, end } = self.granules_of(span);
+        (end - start == 1 && span.size < self.granularity).then_some(start)
+    }
+
     fn cover_of(&self, span: Span) -> GranuleCover {
+        if let Some(granule) = self.shared(span) {
+            return GranuleCover { partly: [Some(granule), None], wholly: 0..0 };
+        }
         let Range { mut start, mut end } = self.granules_of(span);
         let mask = self.granularity - 1;
         let (cut_low, cut_high) = (span.offset & mask != 0, span.end() & mask != 0);
-        if end - start == 1 && (cut_low || cut_high) {
-            return GranuleCover { partly: [Some(start), None], wholly: 0..0 };
-        }
         let mut partly = [None; 2];
         if cut_low {
             partly[0] = Some(start);
