@@ -359,8 +359,8 @@ impl DeviceArena {
         let cached = self.inner.cached();
         self.inner.run_now(|state| ArenaGlance {
             live: ByteSize::new(state.live().saturating_sub(cached)),
-            committed: ByteSize::new(state.backed()),
-            idle: ByteSize::new(state.idle()),
+            committed: ByteSize::new(state.memory().backed),
+            idle: ByteSize::new(state.memory().idle()),
         })
     }
 
@@ -373,7 +373,7 @@ impl DeviceArena {
     #[must_use]
     pub fn control_figures(&self) -> ([ByteSize; 2], [Moment; 2]) {
         let figures = self.inner.run_here(|state| {
-            let sizes = [state.backed(), state.releasable()].map(ByteSize::new);
+            let sizes = [state.memory().backed, state.memory().releasable()].map(ByteSize::new);
             (sizes, [self.inner.next_look(state), next_sleep(state)])
         });
         figures.unwrap_or(([ByteSize::ZERO; 2], [Moment::NEVER; 2]))

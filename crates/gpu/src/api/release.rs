@@ -179,7 +179,7 @@ impl DeviceArena {
         let (released, error) = inner.run(async |cx| {
             let (mut granules, error) = release_down_to(cx, keep).await;
             // Each turn but the last divides a handle. New handles are stuck in none.
-            while error.is_none() && cx.with(|state| state.backed()) > keep.get() {
+            while error.is_none() && cx.with(|state| state.memory().backed) > keep.get() {
                 match release_stuck(cx, None).await {
                     0 => break,
                     released => granules += released,

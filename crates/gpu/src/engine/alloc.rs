@@ -139,7 +139,7 @@ async fn place_in_new_segment(
 ) -> Result<(Placement, Dependencies), AllocFailure> {
     let AllocTarget { region, wanted, .. } = target;
     let (mut attempts, mut grow, granules, needed) = cx.with(|state| {
-        let attempts = ATTEMPTS_BESIDE + state.granules_for(state.idle());
+        let attempts = ATTEMPTS_BESIDE + state.granules_for(state.memory().idle());
         let granules = state.granules_for(wanted.size);
         (attempts, state.steps.grow(), granules, state.bytes_of(granules))
     });
@@ -177,7 +177,7 @@ async fn place_in_new_segment(
             ShortageOutcome::InProgress => cx.wait_for_result(|state| state.sleep.is_open()).await,
             // A segment that arrives for another operation may have room for this block as well.
             ShortageOutcome::None(Cause::Limit { .. })
-                if cx.with(|state| state.region(region).segment.committing()) > 0 =>
+                if cx.with(|state| state.region(region).segment.memory().committing) > 0 =>
             {
                 cx.wait_for_result(|state| state.sleep.is_open()).await;
             }

@@ -17,7 +17,6 @@ use crate::state::failure::{AllocFailure, Cause};
 use crate::state::region::{PlacedRun, Region};
 use crate::state::segment::{Cursor, Run, Runs};
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::clock::Moment;
 use lowtide_core::log;
 
 /// The attempts of an allocation on a full device in addition to one per idle granule. Each attempt
@@ -83,7 +82,7 @@ pub(crate) async fn ensure_committed(
                     }
                     Err(DriverError::OutOfMemory { .. }) => {
                         let most = |state: &mut ArenaState| {
-                            ATTEMPTS_BESIDE + state.granules_for(state.releasable())
+                            ATTEMPTS_BESIDE + state.granules_for(state.memory().releasable())
                         };
                         let left = attempts.unwrap_or_else(|| cx.with(most));
                         if left == 0 {
@@ -193,14 +192,14 @@ pub(super) async fn release_idle(
 /// Returns the number of idle granules to release for a shortage, or the cause of the error if all
 /// idle granules are too few.
 pub(super) fn assess(state: &ArenaState, shortage: ExceededBound) -> Result<u64, Cause> {
-    let idle = state.granules_for(state.releasable());
+    let idle = state.granules_for(state.memory().releasable());
     match shortage {
         ExceededBound::Limit(bytes) => {
             let granules = state.granules_for(state.over_limit(bytes));
             if idle >= granules {
                 return Ok(granules);
             }
-            let stays = (state.backed() - state.releasable()).saturating_add(bytes);
+            let stays = (state.memory().backed - state.memory().releasable()).saturating_add(bytes);
             Err(Cause::Limit { over: stays.saturating_sub(state.limit.get()) })
         }
         ExceededBound::Device(_) if idle == 0 && !state.untrimmed => Err(Cause::Device),
@@ -324,7 +323,6 @@ fn end_remap(
     if let Some(segment) = state.region_mut(region).segment.reserved_mut() {
         segment.end_arrive(to, done);
     }
-    state.results += 1;
     if done {
         state.totals.remaps_total += 1;
         state.totals.remapped_bytes_total += from.size.get();
@@ -332,9 +330,7 @@ fn end_remap(
             line.bytes("size", from.size).address(from.at).number("to", at.get())
         });
     }
-    if state.idle() == 0 {
-        state.aging.due = Moment::NEVER;
-    }
+    state.note_result();
 }
 
 fn sum_of(leaving: &[PlacedRun]) -> u64 {
@@ -413,9 +409,9 @@ pub(crate) async fn release_down_to(
 ) -> (u64, Option<DriverError>) {
     // Memory that the driver kept is trimmed as well, so at least one turn is made.
     let (granules, mut untrimmed) = cx.with(|state| {
-        let stays = state.backed().saturating_sub(state.leaving());
+        let stays = state.memory().backed.saturating_sub(state.memory().leaving);
         let excess = stays.saturating_sub(keep.get());
-        (state.granules_for(excess.min(state.idle())), state.untrimmed)
+        (state.granules_for(excess.min(state.memory().idle())), state.untrimmed)
     });
     let mut released = 0;
     // Each turn except the last releases at least one granule: at most `granules` turns.

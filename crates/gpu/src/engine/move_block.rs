@@ -203,10 +203,10 @@ fn take_place(
     }
     let (region, span) = (options.region, made.room());
     let is_raw = raw_at(state, region, made.from).is_some();
-    let active = state.active();
+    let active = state.memory().active;
     let placed = state.region_mut(region).take_room(span)?;
     let missing = state.region(region).segment.missing(span).granules;
-    let active = state.active() - active + state.bytes_of(missing);
+    let active = state.memory().active - active + state.bytes_of(missing);
     Some(TakenPlace { id, made, placed, active, is_raw, contents: None })
 }
 
@@ -379,13 +379,13 @@ impl Batch {
         let TakenPlace { id, made, placed, active, .. } = taken;
         let region = self.options.region;
         let [from, to] = ends_of(state, region, made);
-        let active_before = state.active();
+        let active_before = state.memory().active;
         if state.region_mut(region).trade(id, placed) {
             for left in [placed.span, made.source()] {
                 state.note_idle(region, left);
             }
         }
-        self.outcome.idle += active_before.saturating_sub(state.active());
+        self.outcome.idle += active_before.saturating_sub(state.memory().active);
         self.outcome.active += active;
         state.totals.moves_total += 1;
         state.totals.moved_bytes_total += made.size;

@@ -361,7 +361,7 @@ fn without(mut error: DeviceError, missing: ByteSize) -> DeviceError {
 /// granule that no block touches.
 fn mark_incoming(state: &mut ArenaState, is_large: bool) -> Vec<PlacedRun> {
     let granules_max = usize::try_from(state.granules_for(COMMIT_STEP.get())).unwrap_or(1);
-    let committed = state.backed().max(state.live());
+    let committed = state.memory().backed.max(state.live());
     let handle_max = if is_large { state.handle_max(committed) } else { 1 };
     let mut runs = Vec::new();
     for region in Region::ALL {
@@ -401,7 +401,7 @@ fn touched_copies(state: &ArenaState, region: Region, run: Run) -> Vec<StoredCop
 /// wake that failed could not release the memory, and it may have lost the contents.
 fn stayed_copies(state: &ArenaState) -> Vec<StoredCopy> {
     let mut copies = Vec::new();
-    if state.backed() == state.committing() {
+    if state.memory().backed == state.memory().committing {
         return copies; // no memory stayed, as usual
     }
     for region in Region::ALL {

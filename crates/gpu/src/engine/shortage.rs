@@ -211,7 +211,7 @@ async fn recoverable_bytes(cx: &OpContext<'_>) -> u64 {
             let copied = cx.with(|state| {
                 let of = state.region(region);
                 let used = of.live() + of.pending.bytes;
-                let holes = of.segment.active().saturating_sub(used);
+                let holes = of.segment.memory().active.saturating_sub(used);
                 // No block moves to memory that the device may still use.
                 let helps = holes >= granule && of.pending.bytes == 0;
                 helps.then(|| Layout::first(state, options, end, PARTS_MAX))

@@ -93,7 +93,7 @@ pub(crate) async fn release_stuck(cx: &OpContext<'_>, ages: Option<Ages>) -> u64
 
 /// Returns `true` if handles may be divided at all.
 fn may_begin(state: &ArenaState, ages: Option<Ages>) -> bool {
-    let is_wanted = if ages.is_some() { state.is_stuck() } else { state.stuck() > 0 };
+    let is_wanted = if ages.is_some() { state.is_stuck() } else { state.memory().stuck > 0 };
     is_wanted && state.capabilities.remap && !is_busy(state) && !state.sleep.may_be_copied()
 }
 

@@ -280,7 +280,7 @@ pub(crate) fn store_due(state: &ArenaState) -> Moment {
     if sleep.phase == SleepPhase::Waking {
         return Moment::NEVER;
     }
-    let need = if sleep.is_open() { state.active() } else { 0 };
+    let need = if sleep.is_open() { state.memory().active } else { 0 };
     sleep.idle.due(sleep.config.stores_max, ByteSize::new(need), state.aging.time)
 }
 

@@ -172,7 +172,7 @@ async fn mark_outgoing(
 /// Returns `true` while calls that place, move, commit or release are in progress.
 pub(crate) fn is_busy(state: &ArenaState) -> bool {
     let moving = |region: &RegionState| {
-        region.arriving + region.segment.committing() + region.segment.leaving()
+        region.arriving + region.segment.memory().committing + region.segment.memory().leaving
     };
     state.moves.moving.is_some() || state.total(moving) > 0
 }
@@ -305,7 +305,7 @@ async fn finish(
         }
         state.sleep.saved = saved;
         state.totals.sleeps_total += 1;
-        report.stayed = ByteSize::new(state.backed());
+        report.stayed = ByteSize::new(state.memory().backed);
         match error {
             None => state.events.push("sleep", |line| {
                 line.bytes("released", report.memory)
@@ -335,9 +335,9 @@ pub(crate) fn next_sleep(state: &ArenaState) -> Moment {
     let is_used = state.leases > 0 || !state.raw.is_empty() || state.outstanding.exported_count > 0;
     // If the driver cannot restore the same addresses, only idle memory is released.
     let is_empty = if state.capabilities.virtual_memory {
-        state.backed() == 0
+        state.memory().backed == 0
     } else {
-        state.backed() == 0 || state.idle() == 0
+        state.memory().backed == 0 || state.memory().idle() == 0
     };
     if state.is_closed || is_used || is_empty {
         Moment::NEVER

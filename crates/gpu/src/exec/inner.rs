@@ -591,7 +591,7 @@ impl Drop for ArenaInner {
         let is_used =
             state.pending() > 0 || state.sleep.may_be_copied() || is_raw_used || is_captured;
         if is_used {
-            let bytes = ByteSize::new(state.backed());
+            let bytes = ByteSize::new(state.memory().backed);
             log!(warn, arena = self.name, %bytes, "arena dropped in use, memory leaked");
         }
         if let Some(stream) = state.sleep.stream.take() {

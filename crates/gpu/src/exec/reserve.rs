@@ -92,7 +92,7 @@ pub(crate) unsafe fn give_up(driver: &dyn Driver, ground: &Backing) {
             let runs = segment.backed_runs().into_iter();
             let runs = runs.flat_map(|run| segment.runs_of(run.range(), usize::MAX, usize::MAX));
             let bare = runs.fold(true, |bare, run| {
-                let (span, handle) = (segment.span_of(run), segment.handle_size(run));
+                let (span, handle) = (run.span(segment.granularity), segment.handle_size(run));
                 let at = segment.address_of(span.offset);
                 // SAFETY: backed granules of the reservation, which no call is in progress for and
                 // nothing uses (contract of this function).

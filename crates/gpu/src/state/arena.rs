@@ -13,7 +13,7 @@ use crate::index::{End, Span};
 use crate::state::aging::{Ages, Aging};
 use crate::state::event::{EventLog, LaneNumber, requested};
 use crate::state::failure::{AllocFailure, Cause, CompactionEstimate};
-use crate::state::granules::Leave;
+use crate::state::granules::{Leave, MemoryCounts};
 use crate::state::growth::GrowthSteps;
 use crate::state::moves::MoveState;
 use crate::state::outstanding::{Captured, ImportedRange, Outstanding};
@@ -151,45 +151,22 @@ impl ArenaState {
         self.total(RegionState::live)
     }
 
-    pub(crate) fn backed(&self) -> u64 {
-        self.total(|region| region.segment.backed())
-    }
-
-    pub(crate) fn active(&self) -> u64 {
-        self.total(|region| region.segment.active())
-    }
-
-    pub(crate) fn idle(&self) -> u64 {
-        self.total(|region| region.segment.idle())
-    }
-
-    /// Returns the bytes of idle memory that may leave.
-    pub(crate) fn releasable(&self) -> u64 {
-        self.total(|region| region.segment.idle() - region.segment.stuck())
-    }
-
-    /// Returns the bytes of idle memory that cannot leave.
-    pub(crate) fn stuck(&self) -> u64 {
-        self.total(|region| region.segment.stuck())
+    /// Returns the bytes of memory by its state, over both regions.
+    pub(crate) fn memory(&self) -> MemoryCounts {
+        let [one, other] = &self.regions;
+        MemoryCounts::sum(one.segment.memory(), other.segment.memory(), 1)
     }
 
     /// Returns `true` if too much idle memory cannot leave.
     pub(crate) fn is_stuck(&self) -> bool {
-        self.stuck() > self.backed() / STUCK_PART
+        let memory = self.memory();
+        memory.stuck > memory.backed / STUCK_PART
     }
 
     /// Returns the time of the next check of memory that cannot leave.
     pub(crate) fn stuck_due(&self) -> Moment {
         let may_leave = self.is_stuck() && self.leases == 0;
         if may_leave { self.aging.due.max(self.divide_from) } else { Moment::NEVER }
-    }
-
-    pub(crate) fn committing(&self) -> u64 {
-        self.total(|region| region.segment.committing())
-    }
-
-    pub(crate) fn leaving(&self) -> u64 {
-        self.total(|region| region.segment.leaving())
     }
 
     /// Returns the smallest number of granules that holds this many bytes.
@@ -219,7 +196,7 @@ impl ArenaState {
 
     /// Returns by how many bytes a commit of this many more would exceed the limit.
     pub(crate) fn over_limit(&self, bytes: u64) -> u64 {
-        self.backed().saturating_add(bytes).saturating_sub(self.limit.get())
+        self.memory().backed.saturating_add(bytes).saturating_sub(self.limit.get())
     }
 
     /// Records the new address of a moved block, if it is a raw block.
@@ -279,10 +256,10 @@ impl ArenaState {
         placed: Placement,
         requested: u64,
     ) -> Option<Placement> {
-        let idle = self.idle();
+        let idle = self.memory().idle();
         let uses = self.uses(&[]);
         let resized = self.region_mut(region).begin_resize(placed, requested, uses);
-        if self.idle() > idle {
+        if self.memory().idle() > idle {
             self.note_idle(region, placed.span);
         }
         resized
@@ -291,9 +268,9 @@ impl ArenaState {
     /// Records the result of committing the memory that a resized block grew by.
     pub(crate) fn end_resize(&mut self, region: Region, change: [Placement; 2], done: bool) {
         let [before, after] = change;
-        let idle = self.idle();
+        let idle = self.memory().idle();
         self.region_mut(region).end_resize(before, after, done);
-        if self.idle() > idle {
+        if self.memory().idle() > idle {
             self.note_idle(region, after.span);
         }
         if done {
@@ -316,14 +293,15 @@ impl ArenaState {
         options: CommitOptions,
     ) -> Runs {
         let CommitOptions { grow, large_handles } = options;
-        let handle_max = if large_handles { self.handle_max(self.backed() + needed) } else { 1 };
+        let handle_max =
+            if large_handles { self.handle_max(self.memory().backed + needed) } else { 1 };
         let ahead = if grow { self.growth(needed) } else { 0 };
         self.region_mut(region).segment.begin_commit(span, ahead, handle_max)
     }
 
     /// Returns the number of granules to commit beyond the need of a block.
     fn growth(&mut self, needed: u64) -> u64 {
-        let room = self.limit.get().saturating_sub(self.backed());
+        let room = self.limit.get().saturating_sub(self.memory().backed);
         (self.steps.commit(needed, room) - needed) / self.granularity
     }
 
@@ -337,7 +315,7 @@ impl ArenaState {
 
     /// Returns the bytes of backed granules, without commits in progress.
     fn there(&self) -> u64 {
-        self.backed() - self.committing()
+        self.memory().backed - self.memory().committing
     }
 
     /// Records the result of a commit.
@@ -349,7 +327,7 @@ impl ArenaState {
         if done {
             self.note_committed(at, size);
         }
-        if done && self.idle() > 0 {
+        if done && self.memory().idle() > 0 {
             let span = self.region(region).segment.span_of(run);
             self.note_idle(region, span); // some of it was committed ahead
         }
@@ -501,21 +479,26 @@ impl ArenaState {
     /// Records the result of a decommit.
     pub(crate) fn end_leave(&mut self, leaving: PlacedRun, done: bool) {
         self.region_mut(leaving.region).end_leave(leaving.run, done);
-        self.results += 1;
         if done {
             self.totals.decommits_total += 1;
             self.totals.decommitted_bytes_total += leaving.size.get();
             let PlacedRun { at, size, .. } = leaving;
             self.events.push("decommit", |line| line.bytes("size", size).address(at));
         }
-        if self.idle() == 0 {
+        self.note_result();
+    }
+
+    /// Counts the result of a call that takes memory away. Without idle memory no check is due.
+    pub(crate) fn note_result(&mut self) {
+        self.results += 1;
+        if self.memory().idle() == 0 {
             self.aging.due = Moment::NEVER;
         }
     }
 
     /// Returns the time of the next check.
     pub(crate) fn due(&self) -> Moment {
-        if self.releasable() == 0 { Moment::NEVER } else { self.aging.due }
+        if self.memory().releasable() == 0 { Moment::NEVER } else { self.aging.due }
     }
 
     /// Schedules the check after one at `now`. `failed` is `true` if the driver failed.
@@ -579,7 +562,7 @@ impl ArenaState {
         self.events.push("alloc_failed", |line| {
             let is_limited =
                 matches!(error, DeviceError::OutOfMemory { .. }) && self.limit != ByteSize::MAX;
-            let left = self.limit.get().saturating_sub(self.backed());
+            let left = self.limit.get().saturating_sub(self.memory().backed);
             requested(line, region, request)
                 .text("why", why)
                 .number("headroom", is_limited.then_some(left))
@@ -732,7 +715,7 @@ impl ArenaState {
         self.outstanding.imported.validate();
         let totals = &self.totals;
         let settled = totals.committed_bytes_total - totals.decommitted_bytes_total;
-        assert!(self.backed() >= settled, "every committed byte is backed");
+        assert!(self.memory().backed >= settled, "every committed byte is backed");
         let peak = self.totals.committed_peak.get();
         assert!(self.there() <= peak, "no more is there than at the peak");
     }

@@ -12,7 +12,7 @@ use std::ops::Range;
 use crate::driver::DeviceAddress;
 use crate::index::Span;
 use crate::state::aging::{Ages, Stamp};
-use crate::state::granules::MissingGranules;
+use crate::state::granules::{MemoryCounts, MissingGranules};
 use crate::state::region_index::RegionIndex;
 use crate::state::segment::{Run, Runs, Segment};
 use crate::state::segment_list::SegmentList;
@@ -61,7 +61,7 @@ impl Backing {
     pub(crate) fn reserved(&self) -> u64 {
         match self {
             Self::Reserved(segment) => segment.reserved,
-            Self::SegmentList(pieces) => pieces.backed(),
+            Self::SegmentList(pieces) => pieces.memory().backed,
         }
     }
 
@@ -88,27 +88,10 @@ impl Backing {
         }
     }
 
-    /// Returns the bytes of committed memory, including memory that is committing or leaving.
+    /// Returns the bytes of memory by its state.
     #[inline]
-    pub(crate) fn backed(&self) -> u64 {
-        either!(self, it => it.backed())
-    }
-
-    /// Returns the bytes of memory that a block touches, or that is being committed for a block.
-    #[inline]
-    pub(crate) fn active(&self) -> u64 {
-        either!(self, it => it.active())
-    }
-
-    /// Returns the bytes of memory that no block touches.
-    #[inline]
-    pub(crate) fn idle(&self) -> u64 {
-        self.backed() - self.active()
-    }
-
-    /// Like [`Segment::stuck`].
-    pub(crate) fn stuck(&self) -> u64 {
-        self.reserved_segment().map_or(0, Segment::stuck)
+    pub(crate) fn memory(&self) -> MemoryCounts {
+        either!(self, it => it.memory())
     }
 
     /// Like [`Segment::handle_size`]. For pieces: the granularity.
@@ -137,18 +120,6 @@ impl Backing {
         self.reserved_segment().map_or(granule..granule + 1, |segment| segment.handle_of(granule))
     }
 
-    /// Returns the bytes that are being committed, which the driver may refuse.
-    #[inline]
-    pub(crate) fn committing(&self) -> u64 {
-        either!(self, it => it.committing())
-    }
-
-    /// Returns the bytes that are leaving.
-    #[inline]
-    pub(crate) fn leaving(&self) -> u64 {
-        either!(self, it => it.leaving())
-    }
-
     /// Returns the bytes of this metadata.
     pub(crate) fn metadata(&self) -> usize {
         either!(self, it => it.metadata())
@@ -162,7 +133,7 @@ impl Backing {
 
     /// Returns the offsets of a run.
     pub(crate) fn span_of(&self, run: Run) -> Span {
-        either!(self, it => it.span_of(run))
+        run.span(self.granularity())
     }
 
     /// Returns the address of an offset.

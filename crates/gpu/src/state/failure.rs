@@ -59,10 +59,10 @@ impl AllocFailure {
     pub(crate) fn with_figures(self, state: &ArenaState) -> Self {
         let DeviceError::OutOfMemory { requested, .. } = *self.error else { return self };
         let bound = if self.cause == Cause::Device { Bound::Driver } else { Bound::Limit };
-        let (live, active) = (state.live(), state.active());
+        let (live, active) = (state.live(), state.memory().active);
         let holes = active.saturating_sub(live + state.pending());
         let [one, other] = Region::ALL.map(|region| state.region(region).largest_free());
-        let figures = [live, active, state.backed(), holes, one.max(other)];
+        let figures = [live, active, state.memory().backed, holes, one.max(other)];
         Self::new(self.cause, out_of_memory(&state.name, requested, (bound, state.limit), figures))
     }
 

@@ -82,6 +82,43 @@ impl MissingGranules {
     }
 }
 
+/// Memory by its state, in bytes or in granules.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct MemoryCounts {
+    /// Committed memory, including memory that is committing or leaving.
+    pub(crate) backed: u64,
+    /// Backed memory that a block touches, or that is being committed for a block.
+    pub(crate) active: u64,
+    /// Memory that is being committed, which the driver may refuse.
+    pub(crate) committing: u64,
+    pub(crate) leaving: u64,
+    /// Idle memory that cannot leave, because a block touches its handle.
+    pub(crate) stuck: u64,
+}
+
+impl MemoryCounts {
+    /// Returns the sum of two counts, each so many times.
+    pub(crate) const fn sum(one: Self, other: Self, times: u64) -> Self {
+        Self {
+            backed: (one.backed + other.backed) * times,
+            active: (one.active + other.active) * times,
+            committing: (one.committing + other.committing) * times,
+            leaving: (one.leaving + other.leaving) * times,
+            stuck: (one.stuck + other.stuck) * times,
+        }
+    }
+
+    /// Returns the memory that no block touches.
+    pub(crate) const fn idle(&self) -> u64 {
+        self.backed - self.active
+    }
+
+    /// Returns the idle memory that may leave.
+    pub(crate) const fn releasable(&self) -> u64 {
+        self.idle() - self.stuck
+    }
+}
+
 /// The handles at both ends of a range that lie only in part in it.
 type CutHandles = [Option<Range<usize>>; 2];
 
@@ -92,12 +129,8 @@ pub(crate) struct Granules {
     /// The number of blocks that cover a part of the granule, but not all of it. If no block
     /// touches the granule: the [`Stamp`] of its last use.
     partly: Vec<u32>,
-    pub(crate) backed: u64,
-    pub(crate) active: u64,
-    pub(crate) committing: u64,
-    pub(crate) leaving: u64,
-    /// The idle granules that cannot leave, because a block touches their handle.
-    pub(crate) stuck: u64,
+    /// The numbers of granules.
+    pub(crate) counts: MemoryCounts,
     /// The number of joined granules.
     joined: u64,
     idle_end: usize,
@@ -123,7 +156,7 @@ impl Granules {
             let word = &mut self.words[at];
             debug_assert_eq!(word.touched & mask, 0, "a granule wholly covered is nobody else's");
             word.touched |= mask;
-            self.active += count(word.backed & mask);
+            self.counts.active += count(word.backed & mask);
         }
         self.end_change(cut.as_ref());
     }
@@ -138,7 +171,7 @@ impl Granules {
             word.touched &= !mask;
             idle += count(word.backed & mask);
         }
-        self.active -= idle;
+        self.counts.active -= idle;
         self.idle_end = self.idle_end.max(range.end).max(self.end_change(cut.as_ref()));
         idle > 0
     }
@@ -199,14 +232,16 @@ impl Granules {
 
     /// Returns the number of granules whose bits `of` returns.
     pub(crate) fn count(&self, range: Range<usize>, of: impl Fn(Word) -> u64) -> u64 {
-        let bits = |at: usize| of(self.words.get(at).copied().unwrap_or_default());
-        masks(range).map(|(at, mask)| count(bits(at) & mask)).sum()
+        masks(range).map(|(at, mask)| count(of(self.word(at)) & mask)).sum()
+    }
+
+    fn word(&self, at: usize) -> Word {
+        self.words.get(at).copied().unwrap_or_default()
     }
 
     /// Like [`Granules::missing`], for one granule.
     pub(crate) fn missing_one(&self, granule: usize) -> MissingGranules {
-        let word = self.words.get(granule / 64).copied().unwrap_or_default();
-        let bit = granule % 64;
+        let (word, bit) = (self.word(granule / 64), granule % 64);
         MissingGranules {
             granules: !(word.backed & !word.leaving) >> bit & 1,
             is_moving: (word.committing | word.leaving) >> bit & 1 == 1,
@@ -217,15 +252,21 @@ impl Granules {
     pub(crate) fn missing(&self, range: Range<usize>) -> MissingGranules {
         let mut missing = MissingGranules::default();
         for (at, mask) in masks(range) {
-            let word = self.words.get(at).copied().unwrap_or_default();
+            let word = self.word(at);
             missing.granules += count(mask & !(word.backed & !word.leaving));
             missing.is_moving |= (word.committing | word.leaving) & mask != 0;
         }
         missing
     }
 
-    /// Marks the bare granules as committing; calls `each` with every run of them.
-    pub(crate) fn begin_commit(&mut self, range: Range<usize>, mut each: impl FnMut(Range<usize>)) {
+    /// Marks the bare granules whose bits `of` returns as committing; calls `each` with every run of
+    /// them.
+    pub(crate) fn begin_commit(
+        &mut self,
+        range: Range<usize>,
+        of: impl Fn(Word) -> u64,
+        mut each: impl FnMut(Range<usize>),
+    ) {
         if range.is_empty() {
             return; // no entries for granules beyond the other half
         }
@@ -233,12 +274,12 @@ impl Granules {
         let mut run: Option<Range<usize>> = None;
         for (at, mask) in masks(range) {
             let word = &mut self.words[at];
-            let bare = mask & word.bare();
+            let bare = mask & word.bare() & of(*word);
             word.backed |= bare;
             word.committing |= bare;
-            self.backed += count(bare);
-            self.committing += count(bare);
-            self.active += count(bare & word.touched);
+            self.counts.backed += count(bare);
+            self.counts.committing += count(bare);
+            self.counts.active += count(bare & word.touched);
             extend(&mut run, at, bare, &mut each);
         }
         run.into_iter().for_each(each);
@@ -279,8 +320,8 @@ impl Granules {
             word.committing &= !mask;
             if done {
                 word.backed |= mask;
-                self.backed += count(mask);
-                self.active += count(mask & word.touched);
+                self.counts.backed += count(mask);
+                self.counts.active += count(mask & word.touched);
             }
         }
         self.idle_end = self.idle_end.max(range.end);
@@ -300,22 +341,6 @@ impl Granules {
         run.into_iter().for_each(each);
     }
 
-    /// Marks the bare granules that blocks touch as committing; calls `each` with every run of
-    /// them.
-    pub(crate) fn begin_return(&mut self, mut each: impl FnMut(Range<usize>)) {
-        let mut run: Option<Range<usize>> = None;
-        for (at, word) in self.words.iter_mut().enumerate() {
-            let bare = word.touched & !word.backed;
-            word.backed |= bare;
-            word.committing |= bare;
-            self.backed += count(bare);
-            self.committing += count(bare);
-            self.active += count(bare);
-            extend(&mut run, at, bare, &mut each);
-        }
-        run.into_iter().for_each(each);
-    }
-
     /// Records the result of a commit.
     pub(crate) fn end_commit(&mut self, range: Range<usize>, done: bool) {
         if !done {
@@ -326,11 +351,11 @@ impl Granules {
             let committing = word.committing & word.backed;
             assert_eq!(committing & mask, mask, "not all of {range:?} was committing");
             word.committing &= !mask;
-            self.committing -= count(mask);
+            self.counts.committing -= count(mask);
             if !done {
                 word.backed &= !mask;
-                self.backed -= count(mask);
-                self.active -= count(mask & word.touched);
+                self.counts.backed -= count(mask);
+                self.counts.active -= count(mask & word.touched);
             }
         }
         self.idle_end = self.idle_end.max(range.end);
@@ -366,7 +391,7 @@ impl Granules {
         for (at, mask) in masks(range.clone()) {
             self.words[at].leaving |= mask;
         }
-        self.leaving += range.len() as u64;
+        self.counts.leaving += range.len() as u64;
         if is_all {
             self.idle_end = first;
         }
@@ -381,7 +406,7 @@ impl Granules {
             assert_eq!(word.committed() & mask, mask, "not all of {range:?} was committed");
             word.leaving |= mask;
         }
-        self.leaving += range.len() as u64;
+        self.counts.leaving += range.len() as u64;
     }
 
     /// Records the result of a decommit.
@@ -395,11 +420,11 @@ impl Granules {
             word.leaving &= !mask;
             if done {
                 word.backed &= !mask;
-                self.backed -= count(mask);
-                self.active -= count(mask & word.touched);
+                self.counts.backed -= count(mask);
+                self.counts.active -= count(mask & word.touched);
             }
         }
-        self.leaving -= range.len() as u64;
+        self.counts.leaving -= range.len() as u64;
         if !done {
             self.idle_end = self.idle_end.max(range.end);
         }
@@ -412,10 +437,10 @@ impl Granules {
     pub(crate) fn validate(&self, expected: impl Fn(usize) -> (u32, bool)) {
         let total =
             |part: fn(&Word) -> u64| self.words.iter().map(|word| count(part(word))).sum::<u64>();
-        assert_eq!(self.backed, total(|word| word.backed));
-        assert_eq!(self.active, total(|word| word.backed & word.touched));
-        assert_eq!(self.committing, total(|word| word.committing & word.backed));
-        assert_eq!(self.leaving, total(|word| word.leaving));
+        assert_eq!(self.counts.backed, total(|word| word.backed));
+        assert_eq!(self.counts.active, total(|word| word.backed & word.touched));
+        assert_eq!(self.counts.committing, total(|word| word.committing & word.backed));
+        assert_eq!(self.counts.leaving, total(|word| word.leaving));
         self.validate_handles();
         for (at, word) in self.words.iter().enumerate() {
             assert_eq!(word.committing & word.leaving, 0, "both ways at once in word {at}");
@@ -446,7 +471,7 @@ impl Granules {
             at = handle.end;
             stuck += self.stuck_in(&[Some(handle), None]);
         }
-        assert_eq!(self.stuck, stuck, "stuck granules");
+        assert_eq!(self.counts.stuck, stuck, "stuck granules");
         let joined: u64 = self.words.iter().map(|word| count(word.joined)).sum();
         assert_eq!(self.joined, joined);
     }
@@ -463,7 +488,7 @@ impl Granules {
             self.words[at].joined |= mask;
         }
         self.joined += handle.len() as u64 - 1;
-        self.stuck += self.stuck_in(&[Some(handle), None]);
+        self.counts.stuck += self.stuck_in(&[Some(handle), None]);
     }
 
     /// Records that these whole handles back nothing any more.
@@ -475,7 +500,7 @@ impl Granules {
         while at < range.end {
             let handle = self.handle_of(at);
             at = handle.end;
-            self.stuck -= self.stuck_in(&[Some(handle), None]);
+            self.counts.stuck -= self.stuck_in(&[Some(handle), None]);
         }
         for (at, mask) in masks(range) {
             let word = &mut self.words[at];
@@ -492,7 +517,7 @@ impl Granules {
             return None;
         }
         let cut = self.cut_handles(range);
-        self.stuck -= self.stuck_in(&cut);
+        self.counts.stuck -= self.stuck_in(&cut);
         Some(cut)
     }
 
@@ -501,7 +526,7 @@ impl Granules {
     #[inline]
     fn end_change(&mut self, cut: Option<&CutHandles>) -> usize {
         let Some(cut) = cut else { return 0 };
-        self.stuck += self.stuck_in(cut);
+        self.counts.stuck += self.stuck_in(cut);
         cut.iter().flatten().map(|handle| handle.end).max().unwrap_or(0)
     }
 
@@ -559,7 +584,7 @@ impl Granules {
         mut each: impl FnMut(Range<usize>, u64),
     ) {
         let mut at = 0;
-        while self.stuck > 0 && at < self.known() {
+        while self.counts.stuck > 0 && at < self.known() {
             let handle = self.handle_of(at);
             at = handle.end;
             let stuck = self.stuck_in(&[Some(handle.clone()), None]);

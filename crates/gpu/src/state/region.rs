@@ -346,13 +346,13 @@ impl RegionState {
         self.pins.end_operation(placed.id);
         self.pins.forget(placed.id);
         self.arriving -= span.size;
-        let idle = self.segment.idle();
+        let idle = self.segment.memory().idle();
         self.segment.untouch(span);
         for (part, uses) in parts.into_iter().filter(|(_, uses)| !uses.is_empty()) {
             self.segment.touch(part);
             self.defer(part, uses);
         }
-        Some(self.segment.idle() > idle)
+        Some(self.segment.memory().idle() > idle)
     }
 
     /// Frees a live block, immediately or when these uses are complete. Returns `true` if granules
@@ -448,7 +448,7 @@ impl RegionState {
         // A block that waits for its memory does not sleep: none waits once the arena is asleep.
         let asleep = if is_asleep { self.asleep() } else { self.lost() };
         let cached = caches.cached[region.number()];
-        let live = self.live - cached;
+        let (live, memory) = (self.live - cached, self.segment.memory());
         let requested = self.requested.wrapping_add(caches.requested[region.number()]);
         RegionSnapshot {
             region,
@@ -456,12 +456,12 @@ impl RegionState {
             live: size(live),
             asleep: size(asleep),
             cached: size(cached),
-            active: size(self.segment.active()),
-            idle: size(self.segment.idle()),
-            committed: size(self.segment.backed()),
+            active: size(memory.active),
+            idle: size(memory.idle()),
+            committed: size(memory.backed),
             reserved: size(self.segment.reserved()),
             pending: size(self.pending.bytes),
-            holes: size(self.segment.active() + asleep - live - self.pending.bytes),
+            holes: size(memory.active + asleep - live - self.pending.bytes),
             largest_free: size(self.largest_free()),
         }
     }
@@ -539,13 +539,13 @@ impl RegionState {
         let Some((old, new)) = old.zip(self.index.span_of(id)) else { return false };
         let left = self.index.release(room.id);
         debug_assert_eq!(left.map(|left| left.size), Some(room.span.size));
-        let idle = self.segment.idle();
+        let idle = self.segment.memory().idle();
         self.arriving -= room.span.size;
         self.segment.untouch(room.span);
         self.segment.untouch(old);
         self.segment.touch(new);
         self.moves += 1;
-        self.segment.idle() > idle
+        self.segment.memory().idle() > idle
     }
 
     /// Marks a segment as committing; returns `None` if there are no offsets for it.
@@ -599,7 +599,7 @@ impl RegionState {
         match &mut self.segment {
             Backing::Reserved(segment) => segment.begin_part(run),
             Backing::SegmentList(pieces) => {
-                let is_idle = pieces.mark_leaving(&mut self.index, pieces.span_of(run));
+                let is_idle = pieces.mark_leaving(&mut self.index, run.span(pieces.granularity));
                 debug_assert!(is_idle, "no other leaves for a sleep");
             }
         }
@@ -610,7 +610,7 @@ impl RegionState {
         match &mut self.segment {
             Backing::Reserved(segment) => segment.end_leave(run, done),
             Backing::SegmentList(pieces) => {
-                pieces.end_leave(&mut self.index, pieces.span_of(run).offset, done);
+                pieces.end_leave(&mut self.index, run.span(pieces.granularity).offset, done);
             }
         }
     }
@@ -627,7 +627,7 @@ impl RegionState {
         spans.sort_unstable_by_key(|span| span.offset);
         self.segment.validate(&self.index, spans.into_iter());
         assert_eq!(self.live + self.arriving + self.segment.held(), self.index.live());
-        let active = self.segment.active();
+        let active = self.segment.memory().active;
         assert!(
             self.live <= active || self.live - self.asleep() <= active,
             "no live block is bare"

@@ -19,7 +19,7 @@ use smallvec::SmallVec;
 use crate::driver::DeviceAddress;
 use crate::index::Span;
 use crate::state::aging::{Ages, Stamp};
-use crate::state::granules::{Granules, Leave, MissingGranules, Word};
+use crate::state::granules::{Granules, Leave, MemoryCounts, MissingGranules, Word};
 use lowtide_core::bytes::ByteSize;
 
 /// Adjoining granules of one half, for one driver call.
@@ -43,6 +43,11 @@ impl Run {
         let count = usize::try_from(granules).unwrap_or(usize::MAX).min(self.count);
         let left = Self { first: self.first + count, count: self.count - count, ..self };
         (Self { count, ..self }, (left.count > 0).then_some(left))
+    }
+
+    /// Returns its offsets, in granules of this many bytes.
+    pub(crate) const fn span(self, granularity: u64) -> Span {
+        Span { offset: self.first as u64 * granularity, size: self.granules() * granularity }
     }
 
     /// Returns the run as a range of granules of the segment.
@@ -127,19 +132,9 @@ impl Segment {
         }
     }
 
-    /// Returns the bytes of committed granules, including those that are committing or leaving.
-    pub(crate) const fn backed(&self) -> u64 {
-        (self.low.backed + self.high.backed) * self.granularity
-    }
-
-    /// Returns the bytes of backed granules that a block touches.
-    pub(crate) const fn active(&self) -> u64 {
-        (self.low.active + self.high.active) * self.granularity
-    }
-
-    /// Returns the bytes of idle granules that cannot leave, because a block touches their handle.
-    pub(crate) const fn stuck(&self) -> u64 {
-        (self.low.stuck + self.high.stuck) * self.granularity
+    /// Returns the bytes of memory by its state.
+    pub(crate) const fn memory(&self) -> MemoryCounts {
+        MemoryCounts::sum(self.low.counts, self.high.counts, self.granularity)
     }
 
     /// Returns the size of the handles of a run.
@@ -147,25 +142,9 @@ impl Segment {
         ByteSize::new(run.handle as u64 * self.granularity)
     }
 
-    /// Returns the bytes of granules that are being committed, which the driver may refuse.
-    pub(crate) const fn committing(&self) -> u64 {
-        (self.low.committing + self.high.committing) * self.granularity
-    }
-
-    /// Returns the bytes of granules that are leaving.
-    pub(crate) const fn leaving(&self) -> u64 {
-        (self.low.leaving + self.high.leaving) * self.granularity
-    }
-
     /// Returns the bytes of this metadata.
     pub(crate) const fn metadata(&self) -> usize {
         self.low.metadata() + self.high.metadata()
-    }
-
-    /// Returns the offsets of a run.
-    pub(crate) const fn span_of(&self, run: Run) -> Span {
-        let (offset, size) = (run.first as u64, run.granules());
-        Span { offset: offset * self.granularity, size: size * self.granularity }
     }
 
     /// Returns the address of an offset in the segment.
@@ -266,8 +245,9 @@ impl Segment {
         let mut runs = Runs::new();
         let count = self.count;
         let [low, high] = self.parts(range);
-        self.low.begin_commit(low, |range| runs.push(Run::of(&range)));
-        self.high.begin_commit(high, |range| runs.push(Run::of(&mirrored(count, range))));
+        let all = |_| u64::MAX;
+        self.low.begin_commit(low, all, |range| runs.push(Run::of(&range)));
+        self.high.begin_commit(high, all, |range| runs.push(Run::of(&mirrored(count, range))));
         let wholly = self.cover_of(span).wholly;
         if handle_max == 1 || wholly.len() < 2 {
             return runs;
@@ -460,8 +440,9 @@ impl Segment {
             runs.extend(parts.map(|at| Run::of(&(at..end.min(at + step)))));
         };
         let count = self.count;
-        self.low.begin_return(&mut push);
-        self.high.begin_return(|range| push(mirrored(count, range)));
+        let (low, high) = (0..self.low.known(), 0..self.high.known());
+        self.low.begin_commit(low, Word::touched, &mut push);
+        self.high.begin_commit(high, Word::touched, |range| push(mirrored(count, range)));
         runs.iter_mut().for_each(|run| *run = self.join(*run, handle_max));
         runs
     }
@@ -474,7 +455,7 @@ impl Segment {
 
     /// Returns the bytes of a run that lie in a span.
     fn bytes_in(&self, run: Run, span: Span) -> u64 {
-        let of = self.span_of(run);
+        let of = run.span(self.granularity);
         of.end().min(span.end()) - of.offset.max(span.offset)
     }
 
@@ -487,9 +468,9 @@ impl Segment {
     pub(crate) fn backed_spans(&self) -> Vec<(Span, bool)> {
         let mut spans = Vec::new();
         for run in self.backed_runs() {
-            let whole = self.span_of(run);
+            let whole = run.span(self.granularity);
             let mut at = whole.offset;
-            for active in self.touched_runs(run).into_iter().map(|run| self.span_of(run)) {
+            for active in self.touched_runs(run).into_iter().map(|run| run.span(self.granularity)) {
                 spans.push((Span { offset: at, size: active.offset - at }, false));
                 spans.push((active, true));
                 at = active.end();
@@ -528,7 +509,7 @@ impl Segment {
             let granule = self.count.checked_sub(at + 1).filter(|&granule| granule >= self.middle);
             granule.map_or(none, expected)
         });
-        assert!(self.backed() <= self.reserved, "committed <= reserved");
+        assert!(self.memory().backed <= self.reserved, "committed <= reserved");
     }
 
     /// Returns the granules that a span touches.
@@ -681,9 +662,9 @@ mod tests {
                 let of = span(offset, offset + bytes);
                 let is_free = |block: &Span| block.end() <= of.offset || of.end() <= block.offset;
                 let untouch = |segment: &mut Segment, of| {
-                    let idle = segment.backed() - segment.active();
+                    let idle = segment.memory().idle();
                     let went_idle = segment.untouch(of);
-                    assert_eq!(went_idle, segment.backed() - segment.active() > idle, "{of:?}");
+                    assert_eq!(went_idle, segment.memory().idle() > idle, "{of:?}");
                 };
                 if chance(3) > 0 && of.end() <= size * GRANULE && blocks.iter().all(is_free) {
                     segment.touch(of);
@@ -715,8 +696,8 @@ mod tests {
                 }
                 blocks.sort_unstable_by_key(|block| block.offset);
                 segment.validate(blocks.iter().copied());
-                assert!(segment.stuck() <= segment.backed() - segment.active());
-                stuck += segment.stuck();
+                assert!(segment.memory().stuck <= segment.memory().idle());
+                stuck += segment.memory().stuck;
             }
         }
         assert!(stuck > 0, "no handle was ever touched in part");
@@ -778,7 +759,7 @@ mod tests {
         assert!(segment.missing(middle).is_nothing());
         segment.end_commit(runs[0], true);
         segment.end_commit(runs[1], false);
-        assert_eq!((segment.backed(), segment.active()), (3 * GRANULE, 3 * GRANULE));
+        assert_eq!((segment.memory().backed, segment.memory().active), (3 * GRANULE, 3 * GRANULE));
         segment.validate([head, middle, tail].into_iter());
     }
 
@@ -795,7 +776,7 @@ mod tests {
         };
         assert_eq!(leave(&mut segment, usize::MAX), None);
         assert!(segment.untouch(low) && segment.untouch(top));
-        assert_eq!(segment.backed() - segment.active(), 7 * GRANULE);
+        assert_eq!(segment.memory().idle(), 7 * GRANULE);
         let first = leave(&mut segment, 2).expect("idle");
         assert_eq!(first, Run::of(&(6..8)));
         assert_eq!(leave(&mut segment, usize::MAX), Some(Run::of(&(5..6))));

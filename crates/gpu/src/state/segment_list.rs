@@ -15,6 +15,7 @@ use std::ops::Range;
 use crate::driver::DeviceAddress;
 use crate::index::{End, Span};
 use crate::state::aging::{Ages, Stamp};
+use crate::state::granules::MemoryCounts;
 use crate::state::region_index::{BlockName, RegionIndex};
 use crate::state::segment::{Run, Runs};
 use lowtide_core::bytes::ByteSize;
@@ -97,25 +98,17 @@ impl SegmentList {
         self.entries.values().filter(|entry| entry.hold.is_some()).map(|entry| entry.size).sum()
     }
 
-    pub(crate) fn backed(&self) -> u64 {
-        self.bytes_of(|_| true)
-    }
-
-    pub(crate) fn active(&self) -> u64 {
-        self.bytes_of(PieceMemory::is_active)
-    }
-
-    pub(crate) fn committing(&self) -> u64 {
-        self.bytes_of(|piece| piece.state == PieceState::Committing)
-    }
-
-    pub(crate) fn leaving(&self) -> u64 {
-        self.bytes_of(|piece| piece.state == PieceState::Leaving)
-    }
-
-    /// Returns the bytes of some pieces. Takes one step per piece.
-    fn bytes_of(&self, counts: impl Fn(&PieceMemory) -> bool) -> u64 {
-        self.pieces().filter(|(_, piece)| counts(piece)).map(|(span, _)| span.size).sum()
+    /// Returns the bytes of memory by its state. Takes one step per piece.
+    pub(crate) fn memory(&self) -> MemoryCounts {
+        let count = |(span, piece): (Span, &PieceMemory)| MemoryCounts {
+            backed: span.size,
+            active: span.size * u64::from(piece.is_active()),
+            committing: span.size * u64::from(piece.state == PieceState::Committing),
+            leaving: span.size * u64::from(piece.state == PieceState::Leaving),
+            stuck: 0,
+        };
+        let none = MemoryCounts::default();
+        self.pieces().map(count).fold(none, |sum, piece| MemoryCounts::sum(sum, piece, 1))
     }
 
     /// Returns the approximate bytes of this metadata. The nodes of a tree are mostly two thirds
@@ -294,12 +287,6 @@ impl SegmentList {
     /// Returns a piece as a run of granules of the region.
     pub(crate) fn run_of(&self, span: Span) -> Run {
         Run::of(&self.granules_of(span))
-    }
-
-    /// Returns the span of a run.
-    pub(crate) fn span_of(&self, run: Run) -> Span {
-        let offset = run.range().start as u64 * self.granularity;
-        Span { offset, size: run.granules() * self.granularity }
     }
 
     /// Returns the granules that a span touches.

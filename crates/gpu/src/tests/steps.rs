@@ -471,7 +471,7 @@ impl<'a> World<'a> {
         });
         self.drive();
         let state = self.state();
-        let (live, backed, pending) = (state.live(), state.backed(), state.pending());
+        let (live, backed, pending) = (state.live(), state.memory().backed, state.pending());
         assert_eq!((live, backed, pending), (0, 0, 0), "memory is left");
     }
 
