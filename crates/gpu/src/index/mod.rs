@@ -652,7 +652,7 @@ impl BlockIndex {
     /// cost, a place in an earlier bin fits better.
     fn look(&self, bin: Bin, wanted: Request, cost: &impl Fn(Span) -> u64, best: &mut FreePlace) {
         let mut slot = self.bins.head(bin);
-        if wanted.end == End::High
+        if matches!(wanted.end, End::High)
             && let Some((start, slot)) = self.highest(bin, wanted)
             && cost(Span { offset: start, size: wanted.size }) == 0
         {
@@ -668,7 +668,7 @@ impl BlockIndex {
                 let cost = cost(Span { offset: start, size: wanted.size });
                 if cost < best.cost || best.slot == NONE {
                     *best = FreePlace { slot, bin, start, cost };
-                    if cost == 0 && wanted.end == End::Low {
+                    if cost == 0 && matches!(wanted.end, End::Low) {
                         return; // a bin begins with its lowest block, as far as filing compared
                     }
                 } else if cost == best.cost && bin == best.bin {

@@ -148,7 +148,7 @@ impl ArenaState {
     }
 
     pub(crate) fn live(&self) -> u64 {
-        self.total(RegionState::live)
+        self.regions[0].live() + self.regions[1].live()
     }
 
     /// Returns the bytes of memory by its state, over both regions.
@@ -216,7 +216,7 @@ impl ArenaState {
         AllocTarget { region, wanted, taker }: AllocTarget,
         search: Search,
     ) -> Result<(Placement, Dependencies), AllocFailure> {
-        let shares = self.shares_granules() && search == Search::Usual;
+        let shares = self.shares_granules() && matches!(search, Search::Usual);
         let search = if shares { Search::AmongLarge } else { search };
         let placed = self.region_mut(region).place(wanted, search, taker);
         placed.ok_or_else(|| {
@@ -667,7 +667,7 @@ impl ArenaState {
 
     /// Returns `true` if every granule counts against the limit and all blocks share granules.
     pub(crate) fn shares_granules(&self) -> bool {
-        self.limit.get() / self.bytes_of(1) < APART_FROM
+        self.limit.get() / self.granularity < APART_FROM
     }
 
     /// Marks a segment for the block as committing, including the growth. Returns `None` if there

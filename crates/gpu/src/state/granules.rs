@@ -232,16 +232,14 @@ impl Granules {
 
     /// Returns the number of granules whose bits `of` returns.
     pub(crate) fn count(&self, range: Range<usize>, of: impl Fn(Word) -> u64) -> u64 {
-        masks(range).map(|(at, mask)| count(of(self.word(at)) & mask)).sum()
-    }
-
-    fn word(&self, at: usize) -> Word {
-        self.words.get(at).copied().unwrap_or_default()
+        let bits = |at: usize| of(self.words.get(at).copied().unwrap_or_default());
+        masks(range).map(|(at, mask)| count(bits(at) & mask)).sum()
     }
 
     /// Like [`Granules::missing`], for one granule.
     pub(crate) fn missing_one(&self, granule: usize) -> MissingGranules {
-        let (word, bit) = (self.word(granule / 64), granule % 64);
+        let word = self.words.get(granule / 64).copied().unwrap_or_default();
+        let bit = granule % 64;
         MissingGranules {
             granules: !(word.backed & !word.leaving) >> bit & 1,
             is_moving: (word.committing | word.leaving) >> bit & 1 == 1,
@@ -252,7 +250,7 @@ impl Granules {
     pub(crate) fn missing(&self, range: Range<usize>) -> MissingGranules {
         let mut missing = MissingGranules::default();
         for (at, mask) in masks(range) {
-            let word = self.word(at);
+            let word = self.words.get(at).copied().unwrap_or_default();
             missing.granules += count(mask & !(word.backed & !word.leaving));
             missing.is_moving |= (word.committing | word.leaving) & mask != 0;
         }

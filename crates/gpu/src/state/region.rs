@@ -180,7 +180,8 @@ impl RegionState {
         search: Search,
         taker: Option<StreamKey>,
     ) -> Option<(Placement, Dependencies)> {
-        let end = if search == Search::AmongLarge { End::Low } else { end_of(wanted.size) };
+        let is_apart = !matches!(search, Search::AmongLarge);
+        let end = if is_apart { end_of(wanted.size) } else { End::Low };
         let request = Request { size: wanted.size, align: wanted.align, end };
         let (segment, pending) = (&self.segment, &self.pending);
         let foreign = |place| pending.bytes > 0 && pending.is_foreign(place, taker);
@@ -266,7 +267,7 @@ impl RegionState {
     /// Takes the pending parts out of a span that a block gets. Returns the uses to wait for.
     fn claim(&mut self, span: Span) -> Dependencies {
         if self.pending.bytes == 0 {
-            return Dependencies::default();
+            return Dependencies { parts: Vec::new() };
         }
         let (claim, cuts) = self.pending.take(span);
         for (left, right) in cuts {

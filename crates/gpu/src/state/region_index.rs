@@ -91,7 +91,7 @@ impl RegionIndex {
         cost: impl Fn(Span) -> u64,
     ) -> Option<(BlockName, Span)> {
         let [(low, _), (high, at)] = &mut self.ranges;
-        if request.end == End::High && high.span() > 0 {
+        if matches!(request.end, End::High) && high.span() > 0 {
             if let Some((id, span)) = high.take(request, |span| cost(up(span, *at))) {
                 return Some((BlockName::new(id, End::High), up(span, *at)));
             }

@@ -515,8 +515,8 @@ impl Segment {
     /// Returns the granules that a span touches.
     pub(crate) fn granules_of(&self, span: Span) -> Range<usize> {
         let shift = self.granularity.trailing_zeros();
-        let granule = |at: u64| usize::try_from(at >> shift).unwrap_or(usize::MAX);
-        granule(span.offset)..granule(span.end() + (self.granularity - 1))
+        let (start, end) = (span.offset >> shift, (span.end() + self.granularity - 1) >> shift);
+        usize::try_from(start).unwrap_or(usize::MAX)..usize::try_from(end).unwrap_or(usize::MAX)
     }
 
     /// Returns the granule that a span lies in, but does not cover.
