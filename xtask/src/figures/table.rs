@@ -60,7 +60,7 @@ pub(super) const SUBJECTS: &[(&str, &str)] = &[
     ("room", "requests that wait for room, evictions of models, leaks: some 75 minutes"),
     ("light", "instructions of requests, heap blocks, failed device allocations; minutes"),
     ("engines", "ONNX Runtime in a service, and the C library: half an hour"),
-    ("questions", "an operator's questions, kills, alerts, recorder and profiler: half an hour"),
+    ("questions", "an operator's questions, kills, alerts, recorder, profiler: half an hour"),
     ("fleet", "load reports, behind a real Envoy too; fits; the saturation: some 20 minutes"),
     ("counted", "figures that do not depend on the machine's speed, and the tables of documents"),
     ("field", "cases from public reports, and the benches `time` and `replay`: some minutes"),
