@@ -230,7 +230,7 @@ async fn read(python: &OsStr) -> Result<bool, BoxError> {
         instances.push(Instance::start(name, reserved, !instances.is_empty()).await?);
     }
     let mut command = Command::new(python);
-    command.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("reports/read.py"));
+    command.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("requests/read.py"));
     command.args(instances.iter().map(|instance| &instance.address));
     let status = tokio::task::spawn_blocking(move || command.status()).await??;
     for instance in instances {
