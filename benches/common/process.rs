@@ -197,19 +197,6 @@ pub fn free_port() -> std::io::Result<SocketAddr> {
     TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()
 }
 
-/// Returns the memory of a cgroup without page cache, as lowtide counts it:
-/// `max(usage - inactive_file - active_file, anon + shmem)`.
-pub fn working_set(folder: &Path) -> Option<ByteSize> {
-    let stat = fs::read_to_string(folder.join("memory.stat")).ok()?;
-    let usage = usage(folder)?.get();
-    // Version 1 has the sums over the folders below under names of their own.
-    let first = |names: [&str; 2]| names.iter().find_map(|name| value(&stat, name)).unwrap_or(0);
-    let kept = first(["total_rss", "anon"]) + first(["total_shmem", "shmem"]);
-    let cache = first(["total_inactive_file", "inactive_file"])
-        + first(["total_active_file", "active_file"]);
-    Some(ByteSize::new(usage.saturating_sub(cache).max(kept)))
-}
-
 /// Returns all that a cgroup is charged with, page cache too.
 pub fn usage(folder: &Path) -> Option<ByteSize> {
     let read = |name: &&str| fs::read_to_string(folder.join(name)).ok();

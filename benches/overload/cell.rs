@@ -33,7 +33,7 @@ const LEARNED: usize = 30;
 /// Checks that a cgroup with a limit can be made here, and read.
 pub(crate) fn check() -> Result<(), String> {
     let group = process::group(ByteSize::mib(64))?;
-    let charge = process::working_set(&group.folder);
+    let charge = process::usage(&group.folder);
     let seen = charge.is_some() && process::oom_kills(&group.folder).is_some();
     seen.then_some(()).ok_or_else(|| "its charge and its events cannot be read".to_owned())
 }
@@ -67,6 +67,8 @@ pub(crate) enum Service {
     /// The proxy; requests wait in it, for its model.
     WaitingProxy,
     Streams,
+    /// One of those behind Envoy.
+    Fleet,
     /// For mixed loads: lowtide, or a limit on large requests.
     Mixed {
         limit: Option<usize>,
@@ -74,20 +76,20 @@ pub(crate) enum Service {
 }
 
 impl Cell {
-    /// Starts the service, and waits until it prints the address of its proxy.
-    pub(crate) fn start(&self) -> Result<(Process, SocketAddr), BoxError> {
-        common::serve(&["--serve", &serde_json::to_string(self)?], LIMIT)
+    /// Starts the service under this limit, and waits until it prints the address of its proxy.
+    pub(crate) fn start(&self, limit: ByteSize) -> Result<(Process, SocketAddr), BoxError> {
+        common::serve(&["--serve", &serde_json::to_string(self)?], limit)
     }
 
     /// Runs it, and prints its outcome.
     pub(crate) fn run(&self) -> Result<Measures, BoxError> {
         let (mix, lasts, seed, sending) = (self.mix, self.lasts, self.seed, self.sending);
         let offer = Offer { mix, rate: self.load * mix.fits(LIMIT), lasts, seed, sending };
-        let (mut service, front) = self.start()?;
+        let (mut service, front) = self.start(LIMIT)?;
         let folder = service.folder().ok_or("no cgroup")?.to_owned();
         let mut peak = ByteSize::ZERO;
         let seen = load::offer(front, offer.clone(), || {
-            peak = peak.max(process::working_set(&folder).unwrap_or_default());
+            peak = peak.max(process::usage(&folder).unwrap_or_default());
             std::thread::sleep(LOOK_EVERY);
             Ok(service.ended().is_none())
         })?;
@@ -337,7 +339,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// Runs both, and adds the figures. Returns `true` if the service survived.
 pub(crate) fn burst(base: &Cell, figures: &mut Figures) -> Result<bool, BoxError> {
     let cell = Cell { service: Service::WaitingProxy, ..base.clone() };
-    let (service, to) = cell.start()?;
+    let (service, to) = cell.start(LIMIT)?;
     let runtime = tokio::runtime::Runtime::new()?;
     let both = async {
         embed_all(to, 1, 1).await; // loads the model

@@ -7,118 +7,65 @@
 //! policy meets the same requests, in pairs of runs that alternate. What is offered in the first 20
 //! s does not count: until Envoy's blackout period is over, all services have the same weight, and
 //! lowtide learns the needs of requests.
-//!
-//! Exit codes: 0 done; 1 a service was killed, a run failed, or (`--ci`) ORCA left too many
-//! requests unserved.
-#![expect(clippy::print_stdout, reason = "a program that prints figures")]
-#![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
-#[path = "../../examples/proxy/app.rs"]
-#[allow(dead_code, reason = "the proxy itself uses more of it")]
-mod app;
-#[path = "../../examples/proxy/chance.rs"]
-mod chance;
-#[path = "../../examples/proxy/embed.rs"]
-mod embed;
-#[path = "../../examples/proxy/forward.rs"]
-mod forward;
-#[path = "../overload/load.rs"]
-#[allow(dead_code, reason = "the bench `overload` reads more of a request")]
-mod load;
-#[path = "../../examples/proxy/model.rs"]
-#[allow(dead_code, reason = "the demonstration looks at its arena")]
-mod model;
-#[path = "../overload/offer.rs"]
-#[allow(dead_code, reason = "the bench `overload` computes what fits one service")]
-mod offer;
-#[path = "../../examples/proxy/upstream.rs"]
-mod upstream;
-
-use std::collections::BTreeMap;
-use std::net::{Ipv4Addr, SocketAddr};
-use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::net::SocketAddr;
+use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use clap::Parser;
 use common::figures::{Figures, count, part};
 use common::http::{Http, client, get};
 use common::process::{Process, free_port};
 use http::Request;
 use http_body_util::Full;
-use lowtide::admission::Admission;
 use lowtide::{BoxError, ByteSize, Memory};
 use serde_json::Value;
-use tokio::net::TcpListener;
-use tokio::sync::watch;
 
-use crate::app::serve::{Phase, serve as serve_routes};
-use crate::load::{Fate, HOLD_HEADER};
+use crate::cell::{Cell, Service};
+use crate::load::{self, Fate, HOLD_HEADER};
 use crate::offer::{BASE, CEILING, HOLD, Mix, Offer, Sending};
 
-lowtide::global_allocator!(balanced);
-
 /// How often each policy is measured, each time with another seed.
-const PAIRS: u32 = 3;
+const PAIRS: u64 = 3;
 
-/// Three services with different memory limits behind Envoy.
-#[derive(Clone, Debug, Parser)]
-struct Cli {
-    /// Envoy's program.
-    #[arg(long, value_name = "FILE")]
-    envoy: Option<PathBuf>,
-    /// One short pair: ORCA has to leave less than half as many requests unserved as round robin.
-    #[arg(long)]
-    ci: bool,
-    /// Be a service.
-    #[arg(long, hide = true)]
-    serve: bool,
-}
-
-fn main() -> ExitCode {
-    common::main(|cli: Cli| if cli.serve { serve() } else { measure(&cli) })
-}
-
-/// Measures all pairs, and prints the figures. Returns `true` if no service was killed and, with
-/// `--ci`, ORCA left fewer requests unserved.
-fn measure(cli: &Cli) -> Result<bool, BoxError> {
-    common::process::raise_descriptors()?;
-    let envoy = cli.envoy.clone().ok_or("no --envoy: expected Envoy's program")?;
+/// Measures all pairs, or if it is quick a short one, and adds the figures. Returns `true` if no
+/// service was killed and, if it is quick, load reports halved the requests that are not served.
+pub(crate) fn run(
+    base: &Cell,
+    envoy: &Path,
+    is_quick: bool,
+    figures: &mut Figures,
+) -> Result<bool, BoxError> {
     // The time that does not count is more than Envoy's blackout period.
-    let (pairs, warm, lasts) = if cli.ci { (1, 10, 12) } else { (PAIRS, 20, 30) };
-    let mut figures = Figures::default();
+    let (pairs, warm, lasts) = if is_quick { (1, 10, 12) } else { (PAIRS, 20, 30) };
     let mut all_held = true;
     for pair in 0..pairs {
         let run = Run {
-            envoy: envoy.clone(),
-            seed: 7 + u64::from(pair),
+            cell: Cell { service: Service::Fleet, seed: base.seed + pair, ..base.clone() },
+            envoy,
             warm: Duration::from_secs(warm),
             lasts: Duration::from_secs(lasts),
-            is_quick: cli.ci,
+            is_quick,
         };
-        let mut policies = ["round_robin", "orca"];
-        // What changes on the machine meanwhile falls on all of them.
-        if pair % 2 == 1 {
-            policies.reverse();
-        }
-        let mut outcomes = BTreeMap::new();
-        for policy in policies {
-            let (outcome, is_killed) = run.measure(policy, &mut figures)?;
-            println!("seed {} {policy}: {outcome:.1?}", run.seed);
+        let mut outcomes = [[0.0; 3]; 2];
+        // In turns: what changes on the machine meanwhile falls on both.
+        for at in if pair % 2 == 0 { [0, 1] } else { [1, 0] } {
+            let policy = ["round_robin", "orca"][at];
+            let (outcome, is_killed) = run.measure(policy, figures)?;
+            println!("seed {} {policy}: {outcome:.1?}", run.cell.seed);
             all_held &= !is_killed;
-            outcomes.insert(policy, outcome);
+            outcomes[at] = outcome;
         }
-        let (base, orca) = (outcomes["round_robin"], outcomes["orca"]);
+        let [base, orca] = outcomes;
         for (name, at) in [("goodput_ratio", 0), ("shed_ratio", 1)] {
             figures.add(format!("fleet.orca.{name}"), part(orca[at], base[at]), "ratio");
         }
         if 2.0 * orca[2] >= base[2] {
             println!("load reports did not halve the requests that are not served");
-            all_held &= !cli.ci;
+            all_held &= !is_quick;
         }
     }
-    figures.print();
     Ok(all_held)
 }
 
@@ -138,10 +85,9 @@ const MORE_COPIES: u32 = 2;
 const AFTER: Duration = Duration::from_secs(3);
 
 /// The settings of a run: three services with the same settings, Envoy, and load from this process.
-#[derive(Clone, Debug)]
-struct Run {
-    envoy: PathBuf,
-    seed: u64,
+struct Run<'a> {
+    cell: Cell,
+    envoy: &'a Path,
     /// The time that does not count.
     warm: Duration,
     /// The time that counts.
@@ -165,18 +111,18 @@ fn rate() -> f64 {
     LOAD * LIMITS.map(room).iter().sum::<f64>() / (hold * held)
 }
 
-impl Run {
+impl Run<'_> {
     /// Measures a policy, and adds its figures. Returns the outcome, and `true` if a service was
     /// killed.
     fn measure(&self, policy: &str, figures: &mut Figures) -> Result<(Outcome, bool), BoxError> {
-        let services = LIMITS.map(|limit| common::serve(&["--serve"], limit)).into_iter();
+        let services = LIMITS.map(|limit| self.cell.start(limit)).into_iter();
         let services = services.collect::<Result<Vec<_>, _>>()?;
         let (services, addresses): (Vec<_>, Vec<_>) = services.into_iter().unzip();
-        let balancer = Balancer::start(&self.envoy, policy, self.is_quick, &addresses)?;
+        let balancer = Balancer::start(self.envoy, policy, self.is_quick, &addresses)?;
         balancer.check_reports()?;
         let sending = Sending { copies: MORE_COPIES, ..Sending::default() };
         let lasts = self.warm + self.lasts + AFTER;
-        let offer = Offer { mix: MIX, rate: rate(), lasts, seed: self.seed, sending };
+        let offer = Offer { mix: MIX, rate: rate(), lasts, seed: self.cell.seed, sending };
         let at = self.warm..self.warm + self.lasts;
         let offered = offer.arrivals().iter().filter(|one| at.contains(&one.at)).count();
         let offered = count(offered as u64);
@@ -203,28 +149,13 @@ impl Run {
 }
 
 /// Is a service: `POST /hold` behind lowtide's layer, with the settings of a user who sets none but load
-/// reports. Prints its address, and serves until standard input ends.
-fn serve() -> Result<bool, BoxError> {
-    let resident = vec![1_u8; RESIDENT.as_usize().unwrap_or(0)];
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let (address, _phase) = runtime.block_on(start())?;
-    println!("{address}");
-    std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
-    drop(resident);
-    Ok(true)
-}
-
-async fn start() -> Result<(SocketAddr, watch::Sender<Phase>), BoxError> {
+/// reports. Serves until standard input ends.
+pub(crate) async fn serve() -> Result<(), BoxError> {
+    let _resident = vec![1_u8; RESIDENT.as_usize().unwrap_or(0)];
     let memory = Memory::builder().start()?;
-    let layer = memory.layer().with_load_reports();
-    let routes = load::routes().layer(layer);
-    let routes = routes.merge(memory.routes());
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
-    let address = listener.local_addr()?;
-    let (phase, phases) = watch::channel(Phase::Serving);
-    // With the proxy's bound on hyper's buffers, which no request reserves.
-    serve_routes(listener, routes, None, &Admission::new(), phases);
-    Ok((address, phase))
+    let routes = load::routes().layer(memory.layer().with_load_reports());
+    println!("{}", crate::serve_routes(routes.merge(memory.routes())).await?);
+    common::told_to_end().await
 }
 
 const CONFIGURATION: &str = include_str!("../../deploy/envoy/envoy.yaml");

@@ -19,6 +19,7 @@ mod cell;
 mod chance;
 #[path = "../../examples/proxy/embed.rs"]
 mod embed;
+mod fleet;
 #[path = "../../examples/proxy/forward.rs"]
 mod forward;
 mod load;
@@ -31,7 +32,8 @@ mod streams;
 #[path = "../../examples/proxy/upstream.rs"]
 mod upstream;
 
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -90,7 +92,13 @@ struct Cli {
     /// Small requests beside large ones, in three mixes of so many rounds.
     #[arg(long, value_name = "ROUNDS")]
     mixed: Option<u32>,
+    /// Three services of different sizes behind Envoy, whose program this is, balanced by load
+    /// reports and in turn.
+    #[arg(long, value_name = "FILE")]
+    envoy: Option<PathBuf>,
     /// Three short runs of lowtide and one without admission, which has to die: under 90 seconds.
+    /// With `--envoy` one short pair: load reports have to leave less than half as many requests
+    /// unserved.
     #[arg(long)]
     ci: bool,
     /// Be the service.
@@ -102,6 +110,7 @@ fn main() -> ExitCode {
     let has = |wanted: &str| std::env::args().any(|word| word == wanted);
     if has("--bench")
         && !has("--serve")
+        && !has("--envoy")
         && let Err(cause) = cell::check()
     {
         eprintln!("overload: needs a memory cgroup of its own (root, or a delegated one): {cause}");
@@ -136,6 +145,8 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
         streams::run(&runner.base, &mut runner.figures)?
     } else if let Some(rounds) = cli.mixed {
         mixed::run(&runner.base, rounds, &mut runner.figures)?
+    } else if let Some(envoy) = &cli.envoy {
+        fleet::run(&runner.base, envoy, cli.ci, &mut runner.figures)?
     } else if cli.ci {
         runner.ci()?
     } else if let Some(runs) = cli.survive {
@@ -161,18 +172,19 @@ const SAMPLED_EVERY: Duration = Duration::from_millis(10);
 const CONNECTIONS: usize = 1024;
 
 /// Serves until standard input ends. Prints its address when requests are welcome.
-fn serve(settings: &str) -> Result<(), BoxError> {
+#[tokio::main]
+async fn serve(settings: &str) -> Result<(), BoxError> {
     let settings: Cell = serde_json::from_str(settings)?;
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     match settings.service {
-        Service::Streams => return runtime.block_on(streams::serve()),
-        Service::Mixed { limit } => return runtime.block_on(mixed::serve(limit)),
-        Service::Proxy | Service::WaitingProxy => {}
+        Service::Streams => streams::serve().await,
+        Service::Mixed { limit } => mixed::serve(limit).await,
+        Service::Fleet => fleet::serve().await,
+        Service::Proxy | Service::WaitingProxy => {
+            let running = start(&settings).await?;
+            println!("{}", running.address);
+            common::told_to_end().await
+        }
     }
-    let running = runtime.block_on(start(&settings))?;
-    println!("{}", running.address);
-    std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
-    Ok(())
 }
 
 /// The text service behind the policy, and the proxy before it.
@@ -183,22 +195,27 @@ async fn start(settings: &Cell) -> Result<app::Running, BoxError> {
     }
     let memory = (settings.policy == Policy::Lowtide).then(|| builder.start()).transpose()?;
     let routes = admitted(load::routes(), settings, memory.as_ref())?;
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
-    let back = listener.local_addr()?;
-    // With the proxy's own bound on hyper's buffers, which no request books: else connections that
-    // are kept open hold nearly as much as the bodies.
-    let (until, phase) = watch::channel(app::serve::Phase::Serving);
-    let serving = app::serve::serve(listener, routes, None, &Admission::new(), phase);
-    tokio::spawn(async move {
-        let _until = until;
-        serving.await
-    });
+    let back = serve_routes(routes).await?;
     let mut options = app::Options {
         upstream: Some(format!("http://{back}/").parse()?),
         ..app::Options::default()
     };
     options.limits.connections = CONNECTIONS;
     app::start(options, memory, || prometheus::render().unwrap_or_default()).await
+}
+
+/// Serves routes at an address that it returns, with the proxy's own bound on hyper's buffers, which
+/// no request books: else connections that are kept open hold nearly as much as the bodies.
+async fn serve_routes(routes: Router) -> std::io::Result<SocketAddr> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
+    let address = listener.local_addr()?;
+    let (until, phase) = watch::channel(app::serve::Phase::Serving);
+    let serving = app::serve::serve(listener, routes, None, &Admission::new(), phase);
+    tokio::spawn(async move {
+        let _until = until;
+        serving.await
+    });
+    Ok(address)
 }
 
 fn admitted(routes: Router, settings: &Cell, memory: Option<&Memory>) -> Result<Router, BoxError> {

@@ -40,7 +40,7 @@ use tokio::net::{TcpSocket, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tower_http::decompression::RequestDecompressionLayer;
 
-use crate::cell::{Cell, Service};
+use crate::cell::{Cell, LIMIT, Service};
 
 const STREAMS: usize = 400;
 const PROMPT: usize = 100_000;
@@ -135,14 +135,14 @@ async fn booked(State((memory, _)): State<Shared>) -> String {
 /// Opens the streams, lets them grow, and adds the figures. Returns `true` if the service survived.
 pub(crate) fn run(base: &Cell, figures: &mut Figures) -> Result<bool, BoxError> {
     let cell = Cell { service: Service::Streams, ..base.clone() };
-    let (service, to) = cell.start()?;
+    let (service, to) = cell.start(LIMIT)?;
     let runtime = tokio::runtime::Runtime::new()?;
     runtime.block_on(clients(to, figures))?;
     let kills = service.end();
     figures.at_most("traffic.unread.kills", count(kills), "kills", 0.0);
     let mut times = [0.0; 2];
     for (time, is_http2) in times.iter_mut().zip([false, true]) {
-        let (service, to) = cell.start()?;
+        let (service, to) = cell.start(LIMIT)?;
         let http = client_of(is_http2);
         let start = Instant::now();
         let body = Bytes::from(vec![b'a'; UPLOAD]);
