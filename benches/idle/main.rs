@@ -1,9 +1,10 @@
-//! Idle: what the crate costs a service that does nothing.
+//! Idle: what the crate costs a service that does nothing; and what the flight recorder costs.
 //!
 //! Child processes of this program stand idle side by side: without a `Memory`, and with one that has
-//! its default settings. From outside they are read for CPU time by thread, threads by name and
-//! resident memory, so that reading costs them nothing. The time that starting takes is measured in
-//! processes of their own.
+//! its default settings; or with one, and with one that has a recorder too. From outside they are
+//! read for CPU time by thread, threads by name and resident memory, so that reading costs them
+//! nothing. The time that starting takes is measured in processes of their own, as is the recorder's
+//! thread in a service under steady load.
 //!
 //! Invariant: what a managed process has and a bare one has not is a started `Memory` with an arena
 //! and a resource, and nothing else.
@@ -11,22 +12,33 @@
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
 #![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
+#![expect(unsafe_code, reason = "the name of a thread")]
 
+use std::convert::Infallible;
 use std::io::Read as _;
+use std::path::Path;
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::http::Request;
+use axum::routing::post;
 use clap::Parser;
+use common::counting::Counting;
 use common::figures::{Figures, count, median};
 use common::own;
-use common::process::{Process, kernel_value, threads};
+use common::process::{Process, kernel_value, nanos_of, threads};
+use futures_util::{StreamExt as _, stream};
 use lowtide::memory::Builder;
-use lowtide::{BoxError, Memory};
+use lowtide::{BoxError, ByteSize, Memory};
+use tower::ServiceExt as _;
 
-lowtide::global_allocator!(balanced);
+#[global_allocator]
+static ALLOCATOR: Counting = Counting(note_allocation);
+lowtide::jemalloc_conf!(balanced);
 
-/// The kinds of processes: a recorder of metrics and no `Memory`; one with its default settings.
-const KINDS: [&str; 2] = ["bare", "managed"];
 /// Processes of each kind that stand idle.
 const OF_EACH: usize = 3;
 /// After the start, before CPU time is counted: what starting left to do is done then.
@@ -42,28 +54,33 @@ const START_MAX_MS: f64 = 10.0;
 /// What the crate costs a service that does nothing.
 #[derive(Clone, Debug, Parser)]
 struct Cli {
-    /// Be an idle process of this kind.
+    /// Be a process of this kind: with a recorder of metrics and no `Memory` (`bare`), with one that
+    /// has its default settings (`managed`), with one that ends once it has started (`brief`), or
+    /// with one under load (`loaded`).
     #[arg(long, hide = true)]
     be: Option<String>,
-    /// Start, say how long that took, and end.
-    #[arg(long, hide = true)]
-    start: bool,
-    /// Judges the number of threads alone, and watches for 6 seconds in place of 32.
+    /// Measures the flight recorder alone.
+    #[arg(long)]
+    recorder: bool,
+    /// Judges the number of threads alone, or allocations and memory, and watches for 6 seconds in
+    /// place of 32.
     #[arg(long)]
     counted: bool,
 }
 
 fn main() -> ExitCode {
-    common::main(|cli: Cli| match &cli.be {
-        Some(kind) => be(kind, cli.start).map(|()| true),
+    common::main(|cli: Cli| match cli.be.as_deref() {
+        Some("loaded") => loaded().map(|()| true),
+        Some(kind) => be(kind).map(|()| true),
+        None if cli.recorder => recorder(cli.counted),
         None => measure(cli.counted),
     })
 }
 
-/// Is such a process until standard input ends, or with `start_only` until it has started.
-fn be(kind: &str, start_only: bool) -> Result<(), BoxError> {
+/// Is such a process until standard input ends. Prints the time that `Memory::start` took, in ms.
+fn be(kind: &str) -> Result<(), BoxError> {
     let managed = Memory::builder().prometheus()?; // each kind has a recorder
-    let builder = (kind == "managed").then_some(managed);
+    let builder = (kind != "bare").then_some(managed);
     let before = Instant::now();
     let memory = builder.map(Builder::start);
     let took = before.elapsed();
@@ -77,19 +94,17 @@ fn be(kind: &str, start_only: bool) -> Result<(), BoxError> {
         None => None,
     };
     println!("{}", took.as_secs_f64() * 1e3);
-    if !start_only {
+    if kind != "brief" {
         std::io::stdin().read_to_end(&mut Vec::new())?;
     }
     Ok(())
 }
 
-/// Starts a process. Returns it with the time that `Memory::start` took, in milliseconds.
-fn start(kind: &str, only: Option<&str>) -> Result<(Process, f64), BoxError> {
+/// Starts a process, with a flight recorder if it gets a file for one.
+fn start(kind: &str, recording: Option<&Path>) -> Result<Process, BoxError> {
     let mut command = own()?;
-    command.args(["--be", kind]).args(only);
-    let mut process = Process::start(command)?;
-    let millis = process.first_line()?;
-    Ok((process, millis))
+    command.args(["--be", kind]).envs(recording.map(|path| ("LOWTIDE_FLIGHT_RECORDER", path)));
+    Process::start(command)
 }
 
 /// Looks at a process: its CPU time in seconds, the number of our threads, and its resident memory,
@@ -106,38 +121,123 @@ fn look(process: &Process) -> Result<[f64; 4], BoxError> {
     Ok([count(nanos) / 1e9, count(ours as u64), mib("Rss:")?, private])
 }
 
-/// Measures everything and prints it; whether every goal held. Each figure is the median over the
-/// processes of a kind, or the difference of two medians.
-fn measure(counted: bool) -> Result<bool, BoxError> {
-    let watched = Duration::from_secs(if counted { 6 } else { 32 });
-    let mut figures = Figures::new(counted);
+/// Lets processes of two kinds stand idle side by side for this time. Returns the medians of each
+/// kind: what it takes of a processor in percent, and the rest of [`look`].
+fn stand(
+    kinds: [&dyn Fn(usize) -> Result<Process, BoxError>; 2],
+    watched: Duration,
+) -> Result<[[f64; 4]; 2], BoxError> {
     let mut idlers = Vec::new();
-    for _ in 0..OF_EACH {
-        for kind in KINDS {
-            idlers.push((kind, start(kind, None)?.0));
+    for nth in 0..OF_EACH {
+        for start in kinds {
+            let mut process = start(nth)?;
+            process.line()?;
+            idlers.push(process);
         }
     }
     std::thread::sleep(SETTLE);
-    let looks = || idlers.iter().map(|(_, one)| look(one)).collect::<Result<Vec<_>, _>>();
+    let looks = || idlers.iter().map(look).collect::<Result<Vec<_>, _>>();
     let (before, begun) = (looks()?, Instant::now());
     std::thread::sleep(watched);
     let (mut after, seconds) = (looks()?, begun.elapsed().as_secs_f64());
     for (after, before) in after.iter_mut().zip(before) {
         after[0] = (after[0] - before[0]) / seconds * 100.0;
     }
-    let of = |kind: &str, at: usize| {
-        let of_kind = idlers.iter().zip(&after).filter(|((of, _), _)| *of == kind);
-        median(&of_kind.map(|(_, look)| look[at]).collect::<Vec<_>>())
+    let of_kind = |kind: usize, at: usize| {
+        median(&after[kind..].iter().step_by(2).map(|look| look[at]).collect::<Vec<_>>())
     };
-    let over_bare = |at| of("managed", at) - of("bare", at);
-    let starts = (0..STARTS).map(|_| Ok(start("managed", Some("--start"))?.1));
+    Ok([0, 1].map(|kind| std::array::from_fn(|at| of_kind(kind, at))))
+}
+
+/// Measures everything and prints it; whether every goal held. Each figure is the median over the
+/// processes of a kind, or the difference of two medians.
+fn measure(counted: bool) -> Result<bool, BoxError> {
+    let watched = Duration::from_secs(if counted { 6 } else { 32 });
+    let mut figures = Figures::new(counted);
+    let [bare, managed] = stand([&|_| start("bare", None), &|_| start("managed", None)], watched)?;
+    let starts = (0..STARTS).map(|_| start("brief", None)?.first_line());
     let starts = starts.collect::<Result<Vec<_>, BoxError>>()?;
     let slowest = starts.iter().copied().fold(0.0, f64::max);
-    figures.at_most("idle_managed_threads", of("managed", 1), "threads", THREADS);
-    figures.add("idle_managed_private", over_bare(3), "MiB");
+    figures.at_most("idle_managed_threads", managed[1], "threads", THREADS);
+    figures.add("idle_managed_private", managed[3] - bare[3], "MiB");
     figures.add("idle_managed_start_p50", median(&starts), "ms");
-    figures.timed("idle_managed_cpu", over_bare(0), "%", CPU_MAX_PERCENT);
-    figures.timed("idle_managed_resident", over_bare(2), "MiB", RESIDENT_MAX_MIB);
+    figures.timed("idle_managed_cpu", managed[0] - bare[0], "%", CPU_MAX_PERCENT);
+    figures.timed("idle_managed_resident", managed[2] - bare[2], "MiB", RESIDENT_MAX_MIB);
     figures.timed("idle_managed_start_max", slowest, "ms", START_MAX_MS);
+    Ok(figures.print())
+}
+
+// What the flight recorder costs: its thread in a service under steady load, and its memory, which
+// is what an idle process holds beyond one without it.
+
+const RECORDER_CPU_MAX_PERCENT: f64 = 0.2;
+const RECORDER_MAX: f64 = 1126.0 * 1024.0; // 1.1 MiB
+/// After the start under load, before anything is counted.
+const LOADED: Duration = Duration::from_secs(3);
+/// The time over which CPU and allocations are counted.
+const COUNTED: Duration = Duration::from_secs(20);
+/// Requests in progress, each with a body that does not end.
+const REQUESTS: usize = 64;
+/// The length that each declares.
+const LENGTH: u64 = 1 << 20;
+/// The name of the recorder's thread.
+const NAME: &str = "lowtide-flight";
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+/// Counts an allocation if the calling thread is the recorder's.
+fn note_allocation() {
+    let mut name = [0_u8; 16];
+    // SAFETY: the kernel writes at most 16 bytes, with a zero at their end.
+    let done = unsafe { libc::prctl(libc::PR_GET_NAME, name.as_mut_ptr()) };
+    if done == 0 && name.starts_with(NAME.as_bytes()) {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Is a service under steady load with a recorder. Prints the recorder's allocations, and what its
+/// thread takes of a processor in percent.
+#[tokio::main(flavor = "current_thread")]
+async fn loaded() -> Result<(), BoxError> {
+    let memory = Memory::builder().memory_limit(ByteSize::gib(1)).start()?;
+    let hold = post(|body: Bytes| async move { body.len().to_string() });
+    let app = Router::new().route("/hold", hold).layer(memory.layer().without_slow_start());
+    for _ in 0..REQUESTS {
+        let first = stream::iter([Ok::<_, Infallible>(Bytes::from(vec![1; 70_000]))]);
+        let body = Body::from_stream(first.chain(stream::pending()));
+        let request = Request::post("/hold").header("content-length", LENGTH);
+        tokio::spawn(app.clone().oneshot(request.body(body)?));
+    }
+    tokio::time::sleep(LOADED).await;
+    if memory.report().oldest_requests().is_empty() {
+        return Err("no requests are listed".into());
+    }
+    let seen = || Ok::<_, BoxError>((ALLOCATIONS.load(Ordering::Relaxed), nanos_of(NAME)?));
+    let (start, before) = (Instant::now(), seen()?);
+    while start.elapsed() < COUNTED {
+        // Events, of which each changes the recording.
+        memory.heap().request_purge();
+        drop(std::hint::black_box(vec![1_u8; 8 << 20]));
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+    let (took, after) = (start.elapsed(), seen()?);
+    let percent = Duration::from_nanos(after.1 - before.1).div_duration_f64(took) * 100.0;
+    println!("{}\n{percent}", after.0 - before.0);
+    Ok(())
+}
+
+/// Measures the flight recorder, and prints the figures. Returns whether every goal held.
+fn recorder(counted: bool) -> Result<bool, BoxError> {
+    let folder = tempfile::tempdir()?;
+    let recorded = |kind, nth: usize| start(kind, Some(&folder.path().join(nth.to_string())));
+    let mut loaded = recorded("loaded", OF_EACH)?;
+    let (allocations, percent) = (loaded.first_line()?, loaded.first_line()?);
+    let [without, with] =
+        stand([&|_| start("managed", None), &|nth| recorded("managed", nth)], SETTLE)?;
+    let memory = (with[2] - without[2]).max(0.0) * f64::from(1 << 20);
+    let mut figures = Figures::new(counted);
+    figures.timed("questions.recorder.cpu_percent", percent, "percent", RECORDER_CPU_MAX_PERCENT);
+    figures.at_most("questions.recorder.allocations", allocations, "allocations", 0.0);
+    figures.at_most("questions.recorder.memory_bytes", memory, "bytes", RECORDER_MAX);
     Ok(figures.print())
 }

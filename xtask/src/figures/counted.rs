@@ -33,7 +33,7 @@ const SHORT: &[&str] = &[
 
 /// Those that take longer.
 const LONG: &[&str] = &[
-    "bench --locked --bench flight -- --counted",
+    "bench --locked --bench idle -- --counted --recorder",
     "bench --locked --bench gpu -- --part devices --part trace",
     "bench --locked --bench room -- schedules",
     "bench --locked --bench room -- zipf",

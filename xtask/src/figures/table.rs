@@ -175,7 +175,7 @@ pub(super) const ROWS: &[Row] = &[
             ("page.violations", "questions.page.violations"),
         ],
     ),
-    row("questions", "questions.recorder.", Bench("flight")),
+    row("questions", "questions.recorder.", Bench("idle -- --recorder")),
     row(
         "questions",
         "questions.killed.",
