@@ -5,21 +5,16 @@
 //! answered if the texts that an operator sees name the cause. The eighth question, who holds a
 //! GPU, needs a driver: `cargo xtask figures questions` stages it with the tests of the fake
 //! driver.
-//!
-//! Exit codes: 0 every question was answered; 1 one was not.
-#![expect(clippy::print_stdout, reason = "a program that prints figures")]
-#![expect(clippy::disallowed_methods, reason = "it runs in real time")]
 
 use std::hint::black_box;
 use std::io;
-use std::process::ExitCode;
+use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::routing::post;
-use clap::Parser;
 use common::figures::{Figures, count};
 use http::Request;
 use lowtide::admission::Cost;
@@ -31,26 +26,21 @@ use lowtide::{BoxError, ByteSize, Memory};
 use serde_json::Value;
 use tower::ServiceExt as _;
 
-lowtide::global_allocator!(balanced, prof: true, lg_prof_sample: 19);
-
 /// The incidents that the log must name: those of [`LOGGED`], an eviction and rejections.
 const NAMED_IN_LOG: f64 = 6.0;
 /// The time within which an answer must be found.
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// Whether incidents are answered by what an operator sees.
-#[derive(Debug, Parser)]
-struct Cli {
-    /// Stages this incident in this process.
-    #[arg(long)]
-    only: Option<String>,
+/// A process that stages an incident, with a sample for each 512 KiB.
+fn stage_in_process(name: &str) -> Result<Command, BoxError> {
+    let mut command = common::own()?;
+    command.args(["answers", "--only", name]).env("_RJEM_MALLOC_CONF", "lg_prof_sample:19");
+    Ok(command)
 }
 
-fn main() -> ExitCode {
-    common::main(|cli: Cli| run(cli.only.as_deref()))
-}
-
-fn run(only: Option<&str>) -> Result<bool, BoxError> {
+/// Stages this incident, or all of them and prints the figures. Returns `true` if every question was
+/// answered.
+pub(crate) fn run(only: Option<&str>) -> Result<bool, BoxError> {
     if let Some(name) = only {
         let (text, line) = stage(name)?;
         println!("answer: {text}");
@@ -60,7 +50,7 @@ fn run(only: Option<&str>) -> Result<bool, BoxError> {
     let (mut answered, mut logged) = (0.0, 0.0);
     for (nth, (name, question)) in INCIDENTS.into_iter().chain(LOGGED).enumerate() {
         let begin = Instant::now();
-        let child = common::own()?.args(["--only", name]).output()?;
+        let child = stage_in_process(name)?.output()?;
         let text = String::from_utf8_lossy(&child.stdout);
         println!("question: {question}\n{text}");
         let in_time = begin.elapsed() <= MINUTE;
@@ -85,10 +75,10 @@ const MIB: usize = 1 << 20;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// The text that names the cause, and the log line that does.
-pub(crate) type Answer = (String, Option<String>);
+type Answer = (String, Option<String>);
 
 /// Incidents by name, and the questions of an operator.
-pub(crate) const INCIDENTS: [(&str, &str); 7] = [
+const INCIDENTS: [(&str, &str); 7] = [
     ("rss", "Why is RSS so high when little is live?"),
     ("evicted", "Who evicted my model?"),
     ("slow_bodies", "Why are requests rejected at a fraction of the limit?"),
@@ -99,7 +89,7 @@ pub(crate) const INCIDENTS: [(&str, &str); 7] = [
 ];
 
 /// Incidents that only the log must name, besides the eviction and the rejections.
-pub(crate) const LOGGED: [(&str, &str); 4] = [
+const LOGGED: [(&str, &str); 4] = [
     ("broken_model", "Why is my model not loaded?"),
     ("pressure", "When was memory short?"),
     ("exhausted", "Why does it reject everything?"),
@@ -108,7 +98,7 @@ pub(crate) const LOGGED: [(&str, &str); 4] = [
 
 /// Stages the incident of a name.
 #[tokio::main(flavor = "current_thread")]
-pub(crate) async fn stage(name: &str) -> Result<Answer, BoxError> {
+async fn stage(name: &str) -> Result<Answer, BoxError> {
     match name {
         "rss" => rss().await,
         "evicted" => evicted().await,
@@ -390,10 +380,9 @@ async fn smaller_limit() -> Result<Answer, BoxError> {
 fn deploy() -> Result<Answer, BoxError> {
     let mut per_request = Vec::new();
     for (version, size) in [("1.4.0", MIB), ("1.5.0", 4 * MIB)] {
-        let child = common::own()?
+        let child = stage_in_process("deployed")?
             .env("QUESTIONS_DEPLOY", format!("{size}"))
             .env("LOWTIDE_SERVICE_VERSION", version)
-            .args(["--only", "deployed"])
             .output()?;
         let text = String::from_utf8_lossy(&child.stdout).into_owned();
         let of_version = format!("service_version=\"{version}\"");

@@ -1,18 +1,13 @@
 //! Services that grow until they are killed: does the next start tell the cause, and does a heap
 //! profile name the function that grew?
 //!
-//! `cargo bench -p lowtide-benches --features profiling --bench questions_killed`. Each run is a
-//! process of its own in a memory cgroup, and the kernel kills it. If no cgroup can be made, the
-//! process runs under `Builder::memory_limit`, and this program kills it at the limit. The start
-//! that follows has a cgroup of its own, as with a container that is restarted: the kernel's count
-//! of kills starts at zero. The newest profile is compared with the oldest of the run, as an
+//! Each run is a process of its own in a memory cgroup, and the kernel kills it. If no cgroup can be
+//! made, the process runs under `Builder::memory_limit`, and this program kills it at the limit. The
+//! start that follows has a cgroup of its own, as with a container that is restarted: the kernel's
+//! count of kills starts at zero. The newest profile is compared with the oldest of the run, as an
 //! operator does. Controls are killed far below the limit.
 //!
 //! Invariant: a run counts only if the process was killed by signal 9.
-//!
-//! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
-#![expect(clippy::print_stdout, reason = "a program that prints figures")]
-#![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -20,18 +15,14 @@ use std::fs;
 use std::hint::black_box;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use clap::{Parser, Subcommand};
 use common::figures::{Figures, count};
 use common::own;
 use common::process::{self, Process, kernel_value};
 use lowtide::heap::{AllocationProfile, take_profile};
 use lowtide::{BoxError, ByteSize, Memory};
-
-lowtide::global_allocator!(balanced, prof: true, lg_prof_sample: 23);
 
 /// Several services end at once, and one profile is taken at a time.
 static TAKING: Mutex<()> = Mutex::new(());
@@ -57,44 +48,14 @@ const PATIENCE: Duration = Duration::from_secs(90);
 /// The time between two looks.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 
-/// What a killed service leaves: the cause, and the function that grew.
-#[derive(Debug, Parser)]
-struct Cli {
-    #[command(subcommand)]
-    part: Option<Part>,
-}
-
-#[derive(Debug, Subcommand)]
-enum Part {
-    /// Is the service that grows.
-    #[command(hide = true)]
-    Grow { site: usize, mib_per_second: u64, folder: PathBuf },
-    /// Is the next start: prints the cause in the first line and the summary in the second.
-    #[command(hide = true)]
-    Tell { folder: PathBuf },
-}
-
 /// Starts a `Memory` with the recording and the profiles of this folder.
 fn start(folder: &Path) -> Result<Memory, BoxError> {
     let builder = Memory::builder().flight_recorder(folder.join("recording"));
     Ok(builder.heap_profile_dir(folder.to_owned()).start()?)
 }
 
-fn main() -> ExitCode {
-    common::main(|cli: Cli| {
-        match cli.part {
-            Some(Part::Grow { site, mib_per_second, folder }) => {
-                grow(site, mib_per_second, &folder)?;
-            }
-            Some(Part::Tell { folder }) => tell(&folder)?,
-            None => return measure(),
-        }
-        Ok(true)
-    })
-}
-
 /// Prints the figures. Returns `true` if every goal held.
-fn measure() -> Result<bool, BoxError> {
+pub(crate) fn measure() -> Result<bool, BoxError> {
     if let Err(reason) = process::group(LIMIT) {
         println!("no memory cgroup ({reason}): services are killed when they pass the limit");
     }
@@ -220,14 +181,14 @@ fn name(address: u64, other: &AllocationProfile, own: &AllocationProfile) -> Opt
     name
 }
 
-fn tell(folder: &Path) -> Result<(), BoxError> {
+pub(crate) fn tell(folder: &Path) -> Result<(), BoxError> {
     let memory = start(folder)?;
     let last = memory.report().last_exit().ok_or("no recording")?;
     println!("{}\n{}", last.cause, last.summary);
     Ok(())
 }
 
-fn grow(site: usize, mib_per_second: u64, folder: &Path) -> Result<(), BoxError> {
+pub(crate) fn grow(site: usize, mib_per_second: u64, folder: &Path) -> Result<(), BoxError> {
     let memory = start(folder)?;
     let held: Vec<_> = (0..HELD.get() / BLOCK as u64).map(|_| load()).collect();
     std::thread::sleep(BEFORE);

@@ -105,7 +105,8 @@ pub(super) fn measure_panels() -> Result<Vec<Figure>, String> {
 
 /// Stages an operator's questions. Who holds a GPU is staged by the tests of the fake driver.
 pub(super) fn measure_answered() -> Result<Vec<Figure>, String> {
-    let bench = "bench --locked -p lowtide-benches --features profiling --bench questions";
+    let bench =
+        "bench --locked -p lowtide-benches --features profiling --bench questions -- answers";
     let (text, _) = cargo(bench).shown()?;
     let tests = cargo("test --locked -p lowtide-fake-cuda --test cuda -- processes").shown()?;
     let device = if tests.1 && !passed(&tests.0, false).is_empty() { 1.0 } else { 0.0 };
