@@ -5,7 +5,11 @@
 //! from the device for the most that was live, and calls: they do not depend on the machine. Live
 //! counts what was asked for, before any rounding.
 //!
+//! The project's own traces are also played with pauses (`time`).
+//!
 //! Exit codes: 0 every goal held; 1 one was missed, or a file is no trace.
+
+mod time;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -45,14 +49,16 @@ fn main() -> ExitCode {
         let own = trace::own();
         let (files, is_own) = if files.is_empty() { (&own[..], true) } else { (&files[..], false) };
         let (mut figures, mut ratios) = (Figures::default(), Vec::new());
-        for file in files {
-            let trace = Trace::open(file)?;
-            ratios.push(measure(&trace, is_own, &mut figures)?);
+        let traces = files.iter().map(|file| Trace::open(file)).collect::<Result<Vec<_>, _>>()?;
+        for trace in &traces {
+            ratios.push(measure(trace, is_own, &mut figures)?);
         }
         let mean = ratios.iter().sum::<f64>() / count(ratios.len() as u64);
         figures.add("replay.mean.committed_per_live", mean, "ratio");
         if is_own {
             figures.set_goals(&[("replay.mean.committed_per_live", MEAN_MAX)]);
+            time::pauses(&traces, &mut figures)?;
+            time::scattered(&mut figures)?;
         }
         Ok(figures.print())
     })

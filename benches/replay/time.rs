@@ -4,20 +4,16 @@
 //! bench moves; what scattered live blocks keep committed, before and after their neighbours are
 //! moved together. What is counted is bytes, calls and virtual time, which do not depend on the
 //! machine.
-//!
-//! Exit codes: 0 every goal held; 1 one was missed, or a run failed.
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use clap::Parser;
 use common::chance::Chance;
 use common::figures::{Figures, count};
 use common::player::Player;
-use common::trace::{self, Trace};
+use common::trace::Trace;
 use lowtide::{BoxError, ByteSize};
 use lowtide_gpu::clock::{Clock, ManualClock, Moment};
 use lowtide_gpu::decay::DecayTime;
@@ -27,21 +23,6 @@ use lowtide_gpu::{
 
 /// Of chance.
 const SEEDS: [u64; 3] = [42, 7, 1234];
-
-/// What an arena gives back as time passes, and what that costs.
-#[derive(Clone, Copy, Debug, Parser)]
-struct Cli {}
-
-fn main() -> ExitCode {
-    common::main(|Cli {}| {
-        let mut figures = Figures::default();
-        let traces = trace::own().map(|file| Trace::open(&file));
-        let traces = traces.into_iter().collect::<Result<Vec<_>, _>>()?;
-        pauses(&traces, &mut figures)?;
-        scattered(&mut figures)?;
-        Ok(figures.print())
-    })
-}
 
 // Random blocks: what scattered ones keep committed, before and after their neighbours are moved
 // together.
@@ -55,7 +36,7 @@ const BLOCKS: usize = 10_000;
 const SMALL: u64 = 64 << 10;
 
 /// Measures what scattered blocks keep.
-fn scattered(figures: &mut Figures) -> Result<(), BoxError> {
+pub(crate) fn scattered(figures: &mut Figures) -> Result<(), BoxError> {
     let mut add = |name, goal, is_compacted, size: &dyn Fn(&mut Chance) -> u64| {
         let mut worst = 0.0_f64;
         for seed in SEEDS {
@@ -134,7 +115,7 @@ const CALLS_OUT: u64 = 2;
 const CALLS_IN: u64 = 3;
 
 /// All figures of pauses.
-fn pauses(traces: &[Trace], figures: &mut Figures) -> Result<(), BoxError> {
+pub(crate) fn pauses(traces: &[Trace], figures: &mut Figures) -> Result<(), BoxError> {
     let default = ArenaConfig::new("").decay;
     let DecayTime::Within(time) = default else {
         return Err("the default decay time is no time".into());

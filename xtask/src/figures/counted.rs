@@ -25,7 +25,6 @@ const SHORT: &[&str] = &[
     "bench --locked --bench reports -- --counted",
     "bench --locked --bench requests -- --count",
     "bench --locked --bench room -- schedules --count 10000",
-    "bench --locked --bench time",
     "xtask figures questions --only metrics --only panels --only alerts.leak_256mib.headroom_used \
      --only alerts.retained.minutes --only alerts.shed.seconds --only alerts.false_alarms",
     "xtask figures workspace --only axum_lines",

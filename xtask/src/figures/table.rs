@@ -63,7 +63,7 @@ pub(super) const SUBJECTS: &[(&str, &str)] = &[
     ("questions", "an operator's questions, kills, alerts, recorder, profiler: half an hour"),
     ("fleet", "load reports, behind a real Envoy too; fits; the saturation: some 20 minutes"),
     ("counted", "figures that do not depend on the machine's speed, and the tables of documents"),
-    ("field", "cases from public reports, and the benches `time` and `replay`: some minutes"),
+    ("field", "cases from public reports, and the bench `replay`: some minutes"),
 ];
 
 use Source::{Bench, Cargo, Own, Script};
