@@ -1,4 +1,5 @@
-//! Requests: what the layer attributes to each, beside what they hold, and what that costs.
+//! Requests: what the layer attributes to each, beside what they hold, and what that costs; and load
+//! reports (`reports`).
 //!
 //! This process serves; the clients are a child, so that their memory does not count. In each case
 //! some requests wait at the point where they hold most, and jemalloc's statistics show what they
@@ -10,7 +11,9 @@
 #![expect(clippy::cast_precision_loss, reason = "figures of a bench are far below 2^52")]
 
 mod accuracy;
+mod reports;
 
+use std::ffi::OsString;
 use std::hint::black_box;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -43,11 +46,18 @@ lowtide::global_allocator!(balanced);
 /// What the layer attributes to requests, and what that costs.
 #[derive(Debug, Parser)]
 struct Cli {
-    /// Only instructions.
+    /// Judges no time, and leaves out what measures nothing else.
     #[arg(long)]
-    count: bool,
+    counted: bool,
+    /// Measures load reports in their place.
+    #[arg(long)]
+    reports: bool,
+    /// Lets the gRPC client of this Python interpreter, which has the packages `grpcio` and
+    /// `xds-protos`, read load reports.
+    #[arg(long)]
+    python: Option<OsString>,
     #[command(flatten)]
-    counted: Counted,
+    role: Counted,
     /// Be the clients.
     #[arg(long, hide = true)]
     client: Option<String>,
@@ -59,15 +69,21 @@ fn main() -> ExitCode {
 
 /// Returns whether every goal held.
 fn run(cli: &Cli) -> Result<bool, BoxError> {
-    if let Some(counted) = &cli.counted.be {
-        return be(counted, cli.counted.steps).map(|()| true);
+    if let Some(counted) = &cli.role.be {
+        return be(counted, cli.role.steps).map(|()| true);
+    }
+    if let Some(python) = &cli.python {
+        return reports::read(python);
+    }
+    if cli.reports {
+        return reports::measure(cli.counted);
     }
     if let Some(order) = &cli.client {
         return accuracy::be_clients(order).map(|()| true);
     }
     let mut figures = Figures::default();
     learned(&mut figures);
-    if !cli.count {
+    if !cli.counted {
         accuracy::measure(&mut figures)?;
     }
     instructions(&mut figures)?;

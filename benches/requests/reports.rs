@@ -1,27 +1,17 @@
 //! Load reports: what they cost, and that a gRPC client reads them.
-//!
-//! `cargo bench --bench reports` measures the cost. With `--python PATH`, an interpreter that has
-//! the packages `grpcio` and `xds-protos`, it only lets that client read the reports of a server;
-//! `.ci/grpc` installs them and does this.
-//!
-//! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
-#![expect(clippy::print_stdout, reason = "a program that shows something")]
-#![expect(clippy::disallowed_methods, reason = "it measures real time")]
-#![expect(clippy::cast_precision_loss, reason = "figures of a bench are far below 2^52")]
 
 use std::convert::Infallible;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::future::{Future as _, Ready, ready};
 use std::hint::black_box;
 use std::path::Path;
 use std::pin::pin;
-use std::process::{Command, ExitCode};
+use std::process::Command;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use clap::Parser;
 use common::figures::{Figures, median};
 use http::header::CONTENT_TYPE;
 use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, Version};
@@ -38,26 +28,6 @@ use tonic::service::Routes;
 use tonic::transport::Server;
 use tonic::transport::server::TcpIncoming;
 use tower::{Layer as _, Service};
-
-lowtide::global_allocator!(balanced);
-
-/// What load reports cost, and that a gRPC client reads them.
-#[derive(Debug, Parser)]
-struct Cli {
-    /// Let the gRPC client of this Python interpreter read reports.
-    #[arg(long)]
-    python: Option<OsString>,
-    /// Judges no time, and leaves out what measures nothing else.
-    #[arg(long)]
-    counted: bool,
-}
-
-fn main() -> ExitCode {
-    common::main(|cli: Cli| match &cli.python {
-        Some(python) => read(python),
-        None => measure(cli.counted),
-    })
-}
 
 // The time and the allocations of a load report for each response.
 //
@@ -124,7 +94,7 @@ fn layers(memory: &Memory) -> [MemoryLayer<Cost>; 2] {
 }
 
 /// Measures, only what is counted if it says so, and returns whether the goals held.
-fn measure(is_counted: bool) -> Result<bool, BoxError> {
+pub(crate) fn measure(is_counted: bool) -> Result<bool, BoxError> {
     let mut figures = Figures::default();
     let builder = || Memory::builder().device(DeviceChoice::None).memory_limit(ByteSize::gib(4));
     if !is_counted {
@@ -224,7 +194,7 @@ impl Instance {
 
 /// Serves, and runs the script. Returns whether it read all.
 #[tokio::main]
-async fn read(python: &OsStr) -> Result<bool, BoxError> {
+pub(crate) async fn read(python: &OsStr) -> Result<bool, BoxError> {
     let mut instances = Vec::new();
     for (name, reserved) in RESERVED {
         instances.push(Instance::start(name, reserved, !instances.is_empty()).await?);

@@ -22,8 +22,8 @@ const SHORT: &[&str] = &[
     "bench --locked --bench plan -- --counted --ci",
     "bench --locked --bench render -- --counted",
     "bench --locked --bench replay",
-    "bench --locked --bench reports -- --counted",
-    "bench --locked --bench requests -- --count",
+    "bench --locked --bench requests -- --counted",
+    "bench --locked --bench requests -- --counted --reports",
     "bench --locked --bench room -- schedules --count 10000",
     "xtask figures questions --only metrics --only panels --only alerts.leak_256mib.headroom_used \
      --only alerts.retained.minutes --only alerts.shed.seconds --only alerts.false_alarms",

@@ -191,7 +191,7 @@ pub(super) const ROWS: &[Row] = &[
     row("questions", "questions.advice.", Bench("controller -- --seeds 0 --days 0")),
     row("light", "light.r light.sizes. light.admission.", Bench("requests -- --count")),
     row("fleet", "fleet.orca.", Script(".ci/fleet")),
-    row("fleet", "fleet.report", Bench("reports")),
+    row("fleet", "fleet.report", Bench("requests -- --reports")),
     row("fleet", "fleet.grpc.", Script(".ci/grpc")),
     row("fleet", "fleet.fit.", Bench("fit")),
     row(
