@@ -66,13 +66,11 @@ fn run() -> Result<Option<[f64; 2]>, BoxError> {
     if service.folder().is_none() {
         println!("no cgroup can be made here, so nothing can be killed");
     }
-    let text = service.output()?;
+    let sheds = service.first_line();
     if service.is_killed()? {
         return Ok(None);
     }
-    let numbers = text.split_whitespace().map(str::parse).collect::<Result<Vec<f64>, _>>()?;
-    let numbers = numbers.try_into().map_err(|_| format!("it printed {text:?}"))?;
-    Ok(Some(numbers))
+    Ok(Some([sheds?, service.first_line()?]))
 }
 
 /// Entries by key.
@@ -121,7 +119,7 @@ pub(crate) fn serve() -> Result<(), BoxError> {
     })?;
     let stats = memory.admission().stats();
     let sheds: u64 = RejectReason::ALL.into_iter().map(|why| stats.rejected_total(why)).sum();
-    println!("{sheds} {served}");
+    println!("{sheds}\n{served}");
     memory.shutdown_blocking(Duration::from_secs(5)).into_result()?;
     Ok(())
 }

@@ -1,14 +1,9 @@
 //! Services that real faults killed, in memory cgroups, with clients outside: how often the kernel
 //! kills them now, and what becomes of the requests.
 //!
-//! `cargo bench --bench faults` runs both parts; `-- readme` or `-- runaway` runs one. A process
-//! that survives by refusing everything shows in the numbers of requests that were served.
-//!
-//! Exit codes: 0 if every goal holds, 1 if one does not.
-#![expect(clippy::print_stdout, reason = "a program that prints figures")]
+//! A process that survives by refusing everything shows in the numbers of requests that were served.
 
 use std::net::SocketAddr;
-use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -17,7 +12,6 @@ use axum::extract::{DefaultBodyLimit, Path};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use bytes::Bytes;
-use clap::{Parser, ValueEnum};
 use common::figures::{Figures, count};
 use common::http::{Http, client, get as get_from, send};
 use common::process::group;
@@ -26,7 +20,6 @@ use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_admission::{Level, RejectReason};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
@@ -36,47 +29,32 @@ const LIMIT: ByteSize = ByteSize::mib(256);
 const PAUSE: Duration = Duration::from_millis(50);
 const SMALL: usize = 2 << 10;
 
-lowtide::global_allocator!(balanced);
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Part {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Part {
     /// Bodies of JSON that need several times their length.
     Readme,
     /// A request that grows to a hundred times its claim.
     Runaway,
-    #[value(hide = true)]
-    Serve,
 }
 
-/// Known faults, reproduced.
-#[derive(Clone, Debug, Parser)]
-struct Cli {
-    /// Runs this part alone.
+/// Runs a part, or both, and adds the figures.
+#[tokio::main]
+pub(crate) async fn measure(
     part: Option<Part>,
-    /// Runs each less often.
-    #[arg(long)]
-    ci: bool,
-}
-
-fn main() -> ExitCode {
-    common::main(|cli: Cli| {
-        if cli.part == Some(Part::Serve) {
-            return serve().map(|()| true);
-        }
-        if let Err(reason) = group(LIMIT) {
-            println!("skipped: {reason}");
-            return Ok(true);
-        }
-        let runtime = Runtime::new()?;
-        let mut figures = Figures::default();
-        if cli.part != Some(Part::Runaway) {
-            readme(&runtime, cli.ci, &mut figures)?;
-        }
-        if cli.part != Some(Part::Readme) {
-            runaway(&runtime, cli.ci, &mut figures)?;
-        }
-        Ok(figures.print())
-    })
+    is_sample: bool,
+    figures: &mut Figures,
+) -> Result<(), BoxError> {
+    if let Err(reason) = group(LIMIT) {
+        println!("skipped: {reason}");
+        return Ok(());
+    }
+    if part != Some(Part::Runaway) {
+        readme(is_sample, figures).await?;
+    }
+    if part != Some(Part::Readme) {
+        runaway(is_sample, figures).await?;
+    }
+    Ok(())
 }
 
 /// What the clients see.
@@ -137,7 +115,7 @@ async fn end(clients: Vec<JoinHandle<()>>, counts: &Counts) {
 
 /// The service of the README under bodies that need several times their length. The handler keeps
 /// the parsed value across a wait, as one does that asks another service.
-fn readme(runtime: &Runtime, is_sample: bool, figures: &mut Figures) -> Result<(), BoxError> {
+async fn readme(is_sample: bool, figures: &mut Figures) -> Result<(), BoxError> {
     const BIG: usize = 5 << 20;
     /// The length of a body of small objects, which need 89 times that: less than the limit.
     const OBJECTS: usize = 1 << 20;
@@ -148,8 +126,8 @@ fn readme(runtime: &Runtime, is_sample: bool, figures: &mut Figures) -> Result<(
     for (kind, body) in [("ones", Bytes::from(ones)), ("objects", objects.into())] {
         let mut kills = 0;
         for _ in 0..runs {
-            let (service, address) = common::serve(&["serve"], LIMIT)?;
-            let [small, big] = runtime.block_on(load_readme(address, &body));
+            let (service, address) = common::serve(&["serve-faulty"], LIMIT)?;
+            let [small, big] = load_readme(address, &body).await;
             kills += service.end();
             figures.add(format!("faults.readme.{kind}.small_served"), small, "requests/run");
             figures.add(format!("faults.readme.{kind}.big_served"), big, "requests/run");
@@ -190,12 +168,12 @@ struct Report {
 /// A request that grows to a hundred times its claim while the service is under load: whether it is
 /// ended before the level is critical, and what becomes of the others. The handler allocates a
 /// piece in each poll, and goes on when it is cancelled.
-fn runaway(runtime: &Runtime, is_sample: bool, figures: &mut Figures) -> Result<(), BoxError> {
+async fn runaway(is_sample: bool, figures: &mut Figures) -> Result<(), BoxError> {
     let runs = if is_sample { 2 } else { 20 };
     let (mut ended, mut harmed) = (0, 0);
     for run in 1..=runs {
-        let (service, address) = common::serve(&["serve"], LIMIT)?;
-        let (status, failed, report) = runtime.block_on(load_runaway(address))?;
+        let (service, address) = common::serve(&["serve-faulty"], LIMIT)?;
+        let (status, failed, report) = load_runaway(address).await?;
         let is_killed = service.end() > 0;
         println!("{run}: {status:?}, {failed} failed, {report:?}, killed: {is_killed}");
         let is_ended = matches!(status, Some(503 | 413));
@@ -235,7 +213,7 @@ async fn load_runaway(address: SocketAddr) -> Result<(Option<u16>, u64, Report),
 
 /// The README's service, with handlers for both parts.
 #[tokio::main]
-async fn serve() -> Result<(), BoxError> {
+pub(crate) async fn serve() -> Result<(), BoxError> {
     let memory = Memory::start()?;
     let (is_running, is_critical) = (Arc::default(), Arc::default());
     watch(&memory, &is_running, &is_critical)?;

@@ -3,16 +3,11 @@
 //!
 //! In a run, a service under load in a cgroup of 1 GiB gets the command to fit in 512 MiB, the limit is
 //! lowered as soon as it fits, and raised again.
-//!
-//! Exit codes: 0 all goals held; 1 one was missed, or something could not be measured.
-#![expect(clippy::print_stdout, reason = "a program that prints figures")]
-#![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
 use std::net::SocketAddr;
 use std::path::Path;
-use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use axum::Router;
 use axum::extract::State;
@@ -20,7 +15,6 @@ use axum::http::request::Parts;
 use axum::http::{StatusCode, Uri};
 use axum::routing::get;
 use bytes::Bytes;
-use clap::Parser;
 use common::figures::{Figures, count};
 use common::http::{Http, client, send};
 use common::process::{Process, oom_kills, usage};
@@ -30,42 +24,28 @@ use lowtide::service::{Endpoints, MemoryLayer};
 use lowtide::{BoxError, ByteSize, Memory};
 use serde_json::Value;
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 
 use common::chance::Chance;
-
-lowtide::global_allocator!(balanced);
 
 /// The longest time until the service fits.
 const SECONDS_MAX: f64 = 5.0;
 
-/// The admin command fit: runs in a cgroup.
-#[derive(Debug, Parser)]
-struct Cli {
-    /// Is the service.
-    #[arg(long, hide = true)]
-    serve: bool,
-}
-
-fn main() -> ExitCode {
-    common::main(|cli: Cli| if cli.serve { serve().map(|()| true) } else { measure() })
-}
-
 /// The runs in a cgroup.
 const RUNS: u64 = 5;
 
-/// Runs the service, and prints the figures. Returns `true` if every goal held.
-fn measure() -> Result<bool, BoxError> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+/// Runs the service, and adds the figures.
+#[tokio::main]
+pub(crate) async fn measure(figures: &mut Figures) -> Result<(), BoxError> {
     let (mut seconds, mut kills) = (0.0_f64, 0);
     for nth in 0..RUNS {
-        let (of_run, killed) = runtime.block_on(run(nth))?;
+        let (of_run, killed) = run(nth).await?;
         seconds = seconds.max(of_run);
         kills += killed;
     }
-    let mut figures = Figures::default();
     figures.at_most("fleet.fit.seconds", seconds, "s", SECONDS_MAX);
     figures.at_most("fleet.fit.kills", count(kills), "kills", 0.0);
-    Ok(figures.print())
+    Ok(())
 }
 
 // One run in a real cgroup: a service under load fits in half of its limit, the limit is lowered
@@ -87,8 +67,8 @@ const PATIENCE: Duration = Duration::from_secs(40);
 
 /// Runs it once. Returns the seconds from the command to its success, and the processes that the
 /// kernel killed, or 1 if this one has ended.
-pub(crate) async fn run(nth: u64) -> Result<(f64, u64), BoxError> {
-    let (mut service, at) = common::serve(&["--serve"], LIMIT)?;
+async fn run(nth: u64) -> Result<(f64, u64), BoxError> {
+    let (mut service, at) = common::serve(&["serve-fitting"], LIMIT)?;
     let folder = service.folder().ok_or("no cgroup can be made here")?.to_owned();
     let http = client();
     let load = tokio::spawn(load(http.clone(), at, Chance::new(nth)));
@@ -174,7 +154,7 @@ async fn ask(http: &Http, at: SocketAddr, method: &str, path: &str) -> Result<Va
 /// An open loop of requests: half of them use a model, mostly the first.
 async fn load(http: Http, at: SocketAddr, mut chance: Chance) {
     let mut requests = JoinSet::new();
-    let mut next = tokio::time::Instant::now();
+    let mut next = Instant::now();
     loop {
         next += Duration::from_secs_f64(chance.gap(RATE));
         tokio::time::sleep_until(next).await;
@@ -196,18 +176,13 @@ async fn load(http: Http, at: SocketAddr, mut chance: Chance) {
 // model meanwhile. It ends when its standard input does.
 
 /// The models, and what each holds.
-pub(crate) const MODELS: usize = 4;
+const MODELS: usize = 4;
 const WEIGHTS: ByteSize = ByteSize::mib(100);
 /// The longest time that a request waits for room.
 const MAX_WAIT: Duration = Duration::from_secs(1);
 
 /// Serves. Prints its address.
 pub(crate) fn serve() -> Result<(), BoxError> {
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .on_thread_start(lowtide::memory::on_thread_start)
-        .on_thread_park(lowtide::heap::on_thread_park)
-        .build()?;
     let memory = Memory::builder().without_environment().start()?;
     let models = (0..MODELS).map(|nth| model(&memory, nth)).collect::<Result<Vec<_>, _>>()?;
     let estimate = |head: &Parts| Cost::host(ByteSize::kib(number(&head.uri, "kib").unwrap_or(0)));
@@ -218,7 +193,7 @@ pub(crate) fn serve() -> Result<(), BoxError> {
         .with_state(Arc::<[_]>::from(models))
         .layer(layer)
         .merge(endpoints);
-    runtime.block_on(common::listen(routes))
+    crate::runtime()?.block_on(common::listen(routes))
 }
 
 fn model(memory: &Memory, nth: usize) -> Result<Managed<Vec<u8>>, BoxError> {

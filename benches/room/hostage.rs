@@ -17,7 +17,6 @@ use axum::extract::DefaultBodyLimit;
 use axum::routing::post;
 use common::figures::{Figures, count};
 use common::http::{Http, client, client_of, get, send};
-use common::own;
 use common::process::{Process, free_port, raise_descriptors};
 use http::{Request, StatusCode};
 use hyper_util::rt::{TokioExecutor, TokioIo};
@@ -73,7 +72,7 @@ pub(crate) async fn measure(figures: &mut Figures) -> Result<(), BoxError> {
     });
     for (name, path, attackers, of) in FORMS {
         let upstream = (name == "hung_upstream").then_some(hung_at);
-        let (mut service, to) = if path == "/work" { start_own()? } else { start_proxy(upstream)? };
+        let (mut service, to) = if path == "/work" { start()? } else { start_proxy(upstream)? };
         // What is loaded on first use is there.
         drive(to, path, Duration::from_secs(1), None).await;
         let alone = drive(to, path, ALONE, None).await;
@@ -89,7 +88,7 @@ pub(crate) async fn measure(figures: &mut Figures) -> Result<(), BoxError> {
 #[tokio::main]
 pub(crate) async fn measure_connections(figures: &mut Figures) -> Result<(), BoxError> {
     raise_descriptors()?;
-    let (mut service, to) = start_own()?;
+    let (mut service, to) = start()?;
     if service.folder().is_none() {
         println!("no memory cgroup can be made here: the kernel kills nothing");
     }
@@ -104,25 +103,18 @@ pub(crate) async fn measure_connections(figures: &mut Figures) -> Result<(), Box
     Ok(())
 }
 
+/// Starts the service of HTTP/2.
+fn start() -> Result<(Process, SocketAddr), BoxError> {
+    common::serve(&["serve-attacked"], LIMIT)
+}
+
+/// Starts the proxy, and waits until it accepts connections.
 fn start_proxy(upstream: Option<SocketAddr>) -> Result<(Process, SocketAddr), BoxError> {
     let at = free_port()?;
     let mut command = Command::new(common::build_proxy()?);
-    command.args(["--listen", &at.to_string()]);
-    if let Some(upstream) = upstream {
-        command.args(["--upstream", &format!("http://{upstream}")]);
-    }
-    start(command, at)
-}
-
-fn start_own() -> Result<(Process, SocketAddr), BoxError> {
-    let (at, mut command) = (free_port()?, own()?);
-    command.args(["serve-attacked", &at.to_string()]);
-    start(command, at)
-}
-
-/// Starts a service under the limit, and waits until it accepts connections.
-fn start(mut command: Command, at: SocketAddr) -> Result<(Process, SocketAddr), BoxError> {
     command
+        .args(["--listen", &at.to_string()])
+        .args(upstream.map(|upstream| format!("--upstream=http://{upstream}")))
         .env("LOWTIDE_MEMORY_LIMIT", LIMIT.exact())
         .env("LOWTIDE_DEVICE", "host")
         .env("LOWTIDE_METRICS_INTERVAL", "100ms")
@@ -186,13 +178,8 @@ const FRAME: u32 = 16 << 10;
 /// The requests of a connection at once.
 const STREAMS: u32 = 32;
 
-/// Serves at this address.
-pub(crate) fn serve(at: SocketAddr) -> Result<(), BoxError> {
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .on_thread_start(lowtide::memory::on_thread_start)
-        .on_thread_park(lowtide::heap::on_thread_park)
-        .build()?;
+/// Serves at an address that it prints.
+pub(crate) fn serve() -> Result<(), BoxError> {
     let memory = Memory::start()?;
     // Estimates of bodies count, as in a service whose handlers reject what exceeds them.
     let work = Router::new()
@@ -205,8 +192,10 @@ pub(crate) fn serve(at: SocketAddr) -> Result<(), BoxError> {
     let routes = work.merge(large);
     let connections = Connections::new(memory.admission(), CONNECTIONS)
         .with_estimate(ByteSize::new((CONNECTION_WINDOW + FRAME).into()));
-    runtime.block_on(async {
-        let mut listener = connections.listen(TcpListener::bind(at).await?);
+    crate::runtime()?.block_on(async {
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        println!("{}", listener.local_addr()?);
+        let mut listener = connections.listen(listener);
         loop {
             let Ok((connection, stream, _)) = listener.accept().await else { continue };
             let service = TowerToHyperService::new(connection.service(routes.clone()));
@@ -298,11 +287,10 @@ async fn hold(to: SocketAddr, attack: Attack) -> Result<(), BoxError> {
             // SETTINGS_INITIAL_WINDOW_SIZE
             stream.write_all(&preface(b"\0\x04\0\0\0\0")).await?;
             for id in (1..20).step_by(2) {
-                stream.write_all(&request(id, "GET", "/large", ("x", ""))).await?;
+                // The head, which is the end of its stream too.
+                stream.write_all(&head(id, 5, GET)).await?;
             }
-            loop {
-                frame(&mut stream).await?;
-            }
+            until_end(&mut stream).await?;
         }
         Attack::Unread(path) => {
             let head = format!("GET {path} HTTP/1.1\r\nhost: h\r\n\r\n");
@@ -342,8 +330,6 @@ async fn longest_text(to: SocketAddr) -> Result<u64, BoxError> {
     }
 }
 
-/// The bytes of the long header.
-const LONG: usize = 8 << 10;
 /// Connections that are opened at a time.
 const AT_ONCE: usize = 256;
 
@@ -351,9 +337,8 @@ const AT_ONCE: usize = 256;
 /// a long header, and no body.
 pub(crate) fn send_heads(count: usize, to: SocketAddr) -> JoinSet<Result<(), BoxError>> {
     let slots = Arc::new(Semaphore::new(AT_ONCE));
-    let long = "x".repeat(LONG);
-    let head = [preface(&[]), request(1, "POST", "/work", ("x", &long))].concat();
-    let head: Arc<[u8]> = head.into();
+    let head = head(1, 4, &[POST, &[b'x'; LONG]].concat());
+    let head: Arc<[u8]> = [preface(&[]), head].concat().into();
     let all = (0..count).map(|_| {
         let (slots, head) = (Arc::clone(&slots), Arc::clone(&head));
         async move {
@@ -361,22 +346,25 @@ pub(crate) fn send_heads(count: usize, to: SocketAddr) -> JoinSet<Result<(), Box
             let mut stream = TcpStream::connect(to).await?;
             let _ = stream.write_all(&head).await;
             drop(slot);
-            loop {
-                frame(&mut stream).await?;
-            }
+            until_end(&mut stream).await
         }
     });
     all.collect()
 }
 
-/// Reads a frame.
-async fn frame(stream: &mut TcpStream) -> Result<(), BoxError> {
-    let mut head = [0; 9];
-    stream.read_exact(&mut head).await?;
-    let length = u32::from_be_bytes([0, head[0], head[1], head[2]]);
-    tokio::io::copy(&mut stream.take(length.into()), &mut tokio::io::sink()).await?;
-    Ok(())
+/// Reads what comes, until the service ends the connection.
+async fn until_end(stream: &mut TcpStream) -> Result<(), BoxError> {
+    tokio::io::copy(stream, &mut tokio::io::sink()).await?;
+    Err("the service ended the connection".into())
 }
+
+/// The bytes of the long header.
+const LONG: usize = 8 << 10;
+/// The heads of requests (RFC 7541): methods and http by their indexes, `:path` and `:authority` by
+/// the indexes of their names. The last one ends in a header `x` whose value, of [`LONG`] bytes,
+/// follows.
+const GET: &[u8] = b"\x82\x86\x04\x06/large\x01\x01h";
+const POST: &[u8] = b"\x83\x86\x04\x05/work\x01\x01h\0\x01x\x7f\x81\x3f";
 
 /// Returns the preface of HTTP/2 with these settings.
 fn preface(settings: &[u8]) -> Vec<u8> {
@@ -384,40 +372,8 @@ fn preface(settings: &[u8]) -> Vec<u8> {
     [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0", &[length][..], b"\x04\0\0\0\0\0", settings].concat()
 }
 
-/// Returns the head of a request on a stream, which a body may follow if it is a `POST`.
-fn request(id: u8, method: &str, path: &str, header: (&str, &str)) -> Vec<u8> {
-    // RFC 7541: methods and http by their indexes, `:path` and `:authority` by the indexes of their
-    // names, and the header by its name.
-    let mut block = if method == "POST" { b"\x83\x86".to_vec() } else { b"\x82\x86".to_vec() };
-    for (name, value) in [(Ok(4), path), (Ok(1), "h"), (Err(header.0), header.1)] {
-        match name {
-            Ok(index) => block.push(index),
-            Err(name) => {
-                block.push(0);
-                text(&mut block, name);
-            }
-        }
-        text(&mut block, value);
-    }
+/// Returns a frame with the head of a request on a stream.
+fn head(stream: u8, flags: u8, block: &[u8]) -> Vec<u8> {
     let length = u32::try_from(block.len()).unwrap_or_default().to_be_bytes();
-    // The end of the head; of the stream too, if there is no body.
-    let flags = if method == "POST" { 4 } else { 5 };
-    [&length[1..], &[1, flags, 0, 0, 0, id], &block].concat()
-}
-
-/// Adds a text with its length, which has a prefix of seven bits.
-fn text(block: &mut Vec<u8>, text: &str) {
-    let mut rest = text.len();
-    if rest < 127 {
-        block.extend(u8::try_from(rest));
-    } else {
-        block.push(127);
-        rest -= 127;
-        while rest >= 128 {
-            block.extend(u8::try_from((rest % 128) | 128));
-            rest /= 128;
-        }
-        block.extend(u8::try_from(rest));
-    }
-    block.extend(text.bytes());
+    [&length[1..], &[1, flags, 0, 0, 0, stream], block].concat()
 }

@@ -5,12 +5,15 @@
 //! Zipf's law and compares the hits with those of other policies. Both are in virtual time. `cache`
 //! loads a service whose cache fills the limit, and `leak` exhausts services by leaks, under two
 //! policies. A schedule that fails is shown with its seed and can be run again alone. `hostage` and
-//! `h2` attack a real service.
+//! `h2` attack a real service, `fit` lets one fit in half of its limit, and `faults` repeats what
+//! killed services.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 
 mod cache;
+mod faults;
+mod fit;
 mod hostage;
 mod leak;
 #[path = "../../crates/admission/tests/admission/waiting/schedules.rs"]
@@ -18,13 +21,13 @@ mod schedules;
 #[path = "../../crates/admission/tests/admission/managed/zipf.rs"]
 mod zipf;
 
-use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use common::figures::{Figures, count};
 use lowtide::BoxError;
+use tokio::runtime::{Builder, Runtime};
 
 use crate::zipf::{CASES, Compared, FAULTS, Hits, NAMES};
 
@@ -58,9 +61,25 @@ enum Part {
     Cache,
     /// Services that a leak exhausts, under the policies `exit` and `serve-one`.
     Leak,
-    /// Is the service that is attacked, at this address.
+    /// The admin command `fit` under load, in a cgroup.
+    Fit,
+    /// Bodies and requests that killed services.
+    Faults {
+        /// Runs this part alone.
+        part: Option<faults::Part>,
+        /// Runs each less often.
+        #[arg(long)]
+        ci: bool,
+    },
+    /// Is the service that is attacked.
     #[command(hide = true)]
-    ServeAttacked { at: SocketAddr },
+    ServeAttacked,
+    /// Is the service of the README.
+    #[command(hide = true)]
+    ServeFaulty,
+    /// Is the service that fits.
+    #[command(hide = true)]
+    ServeFitting,
     /// Is the service with a cache.
     #[command(hide = true)]
     ServeCache,
@@ -83,11 +102,24 @@ fn run(part: &Part) -> Result<bool, BoxError> {
         Part::H2 => hostage::measure_connections(&mut figures)?,
         Part::Cache => cache::measure(&mut figures)?,
         Part::Leak => leak::measure(&mut figures)?,
-        Part::ServeAttacked { at } => hostage::serve(*at)?,
+        Part::Fit => fit::measure(&mut figures)?,
+        Part::Faults { part, ci } => faults::measure(*part, *ci, &mut figures)?,
+        Part::ServeAttacked => hostage::serve()?,
+        Part::ServeFaulty => faults::serve()?,
+        Part::ServeFitting => fit::serve()?,
         Part::ServeCache => cache::serve()?,
         Part::ServeLeaking => leak::serve()?,
     }
     Ok(figures.print())
+}
+
+/// Builds a runtime as the documents recommend it to services.
+fn runtime() -> std::io::Result<Runtime> {
+    Builder::new_multi_thread()
+        .enable_all()
+        .on_thread_start(lowtide::memory::on_thread_start)
+        .on_thread_park(lowtide::heap::on_thread_park)
+        .build()
 }
 
 /// Runs schedules and adds their figures.

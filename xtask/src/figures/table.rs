@@ -97,7 +97,7 @@ pub(super) const ROWS: &[Row] = &[
     row("gpu", "gpu.devices.", Bench("gpu -- --part devices")),
     row("gpu", "gpu.pair. gpu.forward.", Bench("gpu -- --part pairs")),
     row("gpu", "gpu.view.", Bench("gpu -- --part views")),
-    row("faults", "faults.", Bench("faults")),
+    row("faults", "faults.", Bench("room -- faults")),
     row("faults", "faults.ort.", Script(".ci/engines")),
     row(
         "measured",
@@ -112,7 +112,7 @@ pub(super) const ROWS: &[Row] = &[
         row("measured", "measured.simulator.failed", Bench("controller")),
         &[("controller.failed", "measured.simulator.failed")],
     ),
-    row("measured", "measured.runaway.", Bench("faults -- runaway")),
+    row("measured", "measured.runaway.", Bench("room -- faults runaway")),
     row(
         "measured",
         "measured.rest.",
@@ -193,7 +193,7 @@ pub(super) const ROWS: &[Row] = &[
     row("fleet", "fleet.orca.", Script(".ci/fleet")),
     row("fleet", "fleet.report", Bench("requests -- --reports")),
     row("fleet", "fleet.grpc.", Script(".ci/grpc")),
-    row("fleet", "fleet.fit.", Bench("fit")),
+    row("fleet", "fleet.fit.", Bench("room -- fit")),
     row(
         "fleet",
         "fleet.saturation.",

@@ -1,4 +1,4 @@
-//! Fits in virtual time; `benches/fit` runs real ones.
+//! Fits in virtual time; the bench `room` runs real ones.
 //!
 //! Invariant: the simulator's claims.
 
