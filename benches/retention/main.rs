@@ -4,7 +4,7 @@
 //! turns; a ratio is taken within a round, and the median of the rounds is told.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
-#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
+#![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
 #[path = "../common/figures.rs"]
@@ -13,6 +13,9 @@ mod figures;
 #[path = "../common/process.rs"]
 #[allow(dead_code, unreachable_pub, reason = "other benches use more of it")]
 mod process;
+#[path = "../common/start.rs"]
+#[allow(dead_code, unreachable_pub, reason = "other benches use more of it")]
+mod start;
 
 use std::fs;
 use std::process::{Command, ExitCode};
@@ -47,9 +50,6 @@ struct Cli {
     /// Small, short, and judged by no goal: that it runs at all.
     #[arg(long)]
     smoke: bool,
-    /// Cargo says this when benches are asked for.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
 /// An allocator with its settings.
@@ -102,18 +102,7 @@ const RATIOS: &[(&str, &str, &str, &str, f64)] = &[
 ];
 
 fn main() -> ExitCode {
-    if !std::env::args().any(|argument| argument == "--bench") {
-        println!("retention: a bench, not a test: run `cargo bench` with its manifest");
-        return ExitCode::SUCCESS;
-    }
-    match measure(&Cli::parse()) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("retention: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    start::main(|cli: Cli| measure(&cli))
 }
 
 /// Measures everything and prints it. Returns `true` if every goal held.
