@@ -168,8 +168,7 @@ fn managed(rounds: usize, figures: &mut Figures) -> Result<(), BoxError> {
         let nanos = alone(|| drop(black_box(hot.acquire_blocking())));
         figures.timed("managed.acquire_ns", nanos, "ns", 100.0);
     }
-    let ended = memory.shutdown_blocking(DEADLINE);
-    if ended.is_clean() { Ok(()) } else { Err(ended.to_string().into()) }
+    Ok(memory.shutdown_blocking(DEADLINE).into_result()?)
 }
 
 /// The cost of the control loop: its thread's time on a processor while a request is held, so that
@@ -214,8 +213,7 @@ fn sampler(quick: bool, figures: &mut Figures) -> Result<(), BoxError> {
     figures.at_most("sampler.allocated_bytes", count(bytes), "bytes", 0.0);
     drop((held, blocks));
     arena.close()?;
-    let ended = memory.shutdown_blocking(DEADLINE);
-    if ended.is_clean() { Ok(()) } else { Err(ended.to_string().into()) }
+    Ok(memory.shutdown_blocking(DEADLINE).into_result()?)
 }
 
 /// The part of a core that the thread with this name takes while it is watched.

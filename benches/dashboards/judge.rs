@@ -2,7 +2,6 @@
 //!
 //! Invariant: a fault is either in the list of what is named, with a reason, or counted.
 
-use std::collections::BTreeSet;
 use std::ops::Range;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -35,17 +34,17 @@ impl Report {
         }
     }
 
-    /// Adds a fault, unless it has a reason. Returns `true` if it has none.
-    fn fault(&mut self, what: String, why: Option<&str>) -> bool {
+    /// Adds a fault, unless it has a reason.
+    fn fault(&mut self, what: String, why: Option<&str>) {
         match why {
             Some(why) => println!("named: {what}: {why}"),
             None => self.faults.push(what),
         }
-        why.is_none()
     }
 
     /// Prints everything. Returns `true` if there are no faults.
-    pub(crate) fn print(&self) -> bool {
+    pub(crate) fn print(mut self) -> bool {
+        self.figure("faults", self.faults.len());
         self.figures.print();
         self.faults.iter().for_each(|fault| eprintln!("fault: {fault}"));
         self.faults.is_empty()
@@ -82,7 +81,7 @@ pub(crate) async fn boards(
     time: &Range<u64>,
     report: &mut Report,
 ) -> Result<(), BoxError> {
-    let (queries, mut bad, mut excused) = (read()?, BTreeSet::new(), BTreeSet::new());
+    let queries = read()?;
     for query in &queries {
         let (what, is_empty) = match found(&prometheus.range(&query.expr, time).await?) {
             Found::Nothing => ("no series", true),
@@ -95,8 +94,7 @@ pub(crate) async fn boards(
             is_kind && *title == query.title && letters.contains(&query.letter)
         });
         let fault = format!("{} / {} {}: {what}", query.board, query.title, query.letter);
-        let is_bad = report.fault(fault, named.map(|[.., why]| why));
-        (if is_bad { &mut bad } else { &mut excused }).insert(query.panel());
+        report.fault(fault, named.map(|[.., why]| why));
     }
     for [_, title, letters, _] in exceptions().filter(|[kind, ..]| *kind != "rule") {
         let has = |letter: &str| {
@@ -105,16 +103,7 @@ pub(crate) async fn boards(
         let exists = has("") && letters.trim_matches('-').split("").all(has);
         report.expect(exists, || format!("{title} {letters}: named, and no such query"));
     }
-    let all: BTreeSet<_> = queries.iter().map(Query::panel).collect();
-    let [panels, annotations] = [false, true].map(|is_annotation| {
-        [&all, &bad].map(|set| set.iter().filter(|panel| panel.0 == is_annotation).count())
-    });
-    report.figure("panels", panels[0]);
-    report.figure("panels_without_series", panels[1]);
-    report.figure("panels_named", excused.difference(&bad).filter(|panel| !panel.0).count());
     report.figure("queries", queries.len());
-    report.figure("annotations", annotations[0]);
-    report.figure("annotations_without_series", annotations[1]);
     Ok(())
 }
 
@@ -124,7 +113,7 @@ pub(crate) async fn rules(
     time: &Range<u64>,
     report: &mut Report,
 ) -> Result<(), BoxError> {
-    let (mut all, mut without) = (0, 0);
+    let mut all = 0;
     let groups = prometheus.api("rules").await?;
     for rule in list(&groups["groups"]).iter().flat_map(|group| list(&group["rules"])) {
         let name = text(&rule["name"]);
@@ -135,13 +124,11 @@ pub(crate) async fn rules(
             && found(&prometheus.range(&name, time).await?) == Found::Nothing
         {
             let named = exceptions().find(|[kind, known, ..]| *kind == "rule" && *known == name);
-            without +=
-                usize::from(report.fault(format!("{name}: no series"), named.map(|[.., why]| why)));
+            report.fault(format!("{name}: no series"), named.map(|[.., why]| why));
         }
     }
     report.expect(all > 0, || "Prometheus has read no rules".to_owned());
     report.figure("rules", all);
-    report.figure("rules_without_series", without);
     Ok(())
 }
 
@@ -170,13 +157,6 @@ struct Query {
     /// The letter in its panel; empty for an annotation.
     letter: String,
     expr: String,
-}
-
-impl Query {
-    /// Its panel or annotation.
-    fn panel(&self) -> (bool, &str, &str) {
-        (self.is_annotation, self.board, &self.title)
-    }
 }
 
 fn text(value: &Value) -> String {

@@ -12,7 +12,7 @@ mod harness;
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread;
+use std::{iter, thread};
 
 use clap::Parser;
 use common::chance; // for the harness
@@ -38,53 +38,28 @@ struct Cli {
     threads: usize,
 }
 
-/// What is counted.
-#[derive(Default)]
-struct Counts {
-    begun: AtomicU64,
-    failed: AtomicU64,
-    unsafe_unmaps: AtomicU64,
-}
-
 fn main() -> ExitCode {
     common::main(|cli: Cli| {
-        let (counts, clock) = (Counts::default(), SystemClock::new());
+        let (begun, failed, clock) = (AtomicU64::new(0), AtomicU64::new(0), SystemClock::new());
         let start = clock.now();
-        thread::scope(|scope| {
-            for _ in 0..cli.threads {
-                scope.spawn(|| run(&cli, &counts));
-            }
-        });
-        let seconds = (clock.now() - start).as_secs_f64();
-        println!("{} schedules in {seconds:.1} s", cli.count);
-        let mut figures = Figures::default();
-        figures.add("schedules.run", count(cli.count), "schedules");
-        let failed = count(counts.failed.into_inner());
-        figures.at_most("schedules.failed", failed, "schedules", 0.0);
-        let unmaps = count(counts.unsafe_unmaps.into_inner());
-        figures.add("schedules.unsafe_unmaps", unmaps, "unmaps");
-        Ok(figures.print())
-    })
-}
-
-/// Runs schedules until all have been taken.
-fn run(cli: &Cli, counts: &Counts) {
-    loop {
-        let nth = counts.begun.fetch_add(1, Ordering::Relaxed);
-        if nth >= cli.count {
-            return;
-        }
-        let unmaps = match Schedule::of(cli.from + nth).run() {
-            Ok(done) => done.unsafe_unmaps,
-            Err(failure) => {
-                if counts.failed.fetch_add(1, Ordering::Relaxed) < SHOWN {
+        // Runs schedules until all have been taken.
+        let run = || {
+            let next = || begun.fetch_add(1, Ordering::Relaxed);
+            for nth in iter::repeat_with(next).take_while(|nth| *nth < cli.count) {
+                let Err(failure) = Schedule::of(cli.from + nth).run() else { continue };
+                if failed.fetch_add(1, Ordering::Relaxed) < SHOWN {
                     let seed = failure.schedule.seed;
                     eprintln!("{failure}");
                     eprintln!("again: cargo bench --bench schedules -- --from {seed} --count 1");
                 }
-                failure.unsafe_unmaps
             }
         };
-        counts.unsafe_unmaps.fetch_add(unmaps, Ordering::Relaxed);
-    }
+        thread::scope(|scope| (0..cli.threads).for_each(|_| drop(scope.spawn(run))));
+        let seconds = (clock.now() - start).as_secs_f64();
+        println!("{} schedules in {seconds:.1} s", cli.count);
+        let mut figures = Figures::default();
+        figures.add("schedules.run", count(cli.count), "schedules");
+        figures.at_most("schedules.failed", count(failed.into_inner()), "schedules", 0.0);
+        Ok(figures.print())
+    })
 }
