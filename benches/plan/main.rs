@@ -2,20 +2,13 @@
 //!
 //! Each instance is solved as often as asked, in this process; the median counts. Heuristics of
 //! others are run on the same instances, by rules of our own that do what theirs do (GGML's and
-//! ONNX Runtime's also as the online allocators that they are). Random problems of up to eight
-//! buffers are compared with brute force.
+//! ONNX Runtime's also as the online allocators that they are).
 //!
 //! Exit codes: 0 every goal held; 1 one was missed.
-#![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
-#[path = "../../crates/planner/tests/planner/brute.rs"]
-mod brute;
 #[path = "../../crates/planner/tests/planner/peers.rs"]
 mod peers;
-#[path = "../../crates/planner/tests/planner/random.rs"]
-#[allow(dead_code, reason = "the tests use more of it")]
-mod random;
 
 use std::fs::File;
 use std::path::Path;
@@ -29,8 +22,6 @@ use flate2::read::GzDecoder;
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::SystemClock;
 use lowtide_planner::{Heuristic, Plan, Planner, Problem};
-
-use crate::random::{Gaps, Kind};
 
 /// The capacity of the instances of MiniMalloc's challenging set.
 const CAPACITY: u64 = 1_048_576;
@@ -52,15 +43,14 @@ const LARGEST: &str = "S_1";
 /// The largest segment where problems are planned with segments.
 const SEGMENT: u64 = 256 << 10;
 
-/// Times that each instance is solved, and random problems that are compared with brute force.
+/// Times that each instance is solved.
 const ROUNDS: usize = 5;
-const RANDOM: u64 = 20_000;
 
 /// What the lifetime planner makes of the instances of its field.
 #[derive(Clone, Debug, Parser)]
 struct Cli {
-    /// In some 20 seconds: one round, 200 random problems, less time for segments and the largest;
-    /// D and J, which take all the time there is, are not minimised.
+    /// In some 20 seconds: one round, less time for segments and the largest; D and J, which take
+    /// all the time there is, are not minimised.
     #[arg(long)]
     ci: bool,
     /// Judges no time, and leaves out what measures nothing else.
@@ -101,7 +91,6 @@ fn main() -> ExitCode {
         }
         let mean = ratios.iter().sum::<f64>() / ByteSize::of(ratios.len()).as_f64();
         figures.at_most("plan.set.10ms.mean_peak_per_bound", mean, "ratio", 1.25);
-        against_brute_force(&mut figures, &cli);
         figures.set_goals(GOALS);
         Ok(figures.print())
     })
@@ -213,34 +202,4 @@ fn median(rounds: usize, act: impl FnMut() -> f64) -> f64 {
 
 fn per(one: ByteSize, other: ByteSize) -> f64 {
     one.as_f64() / other.as_f64()
-}
-
-fn against_brute_force(figures: &mut Figures, cli: &Cli) {
-    let kinds = [
-        Kind::default(),
-        Kind { aligned: true, ..Kind::default() },
-        Kind { gaps: Gaps::Empty, ..Kind::default() },
-        Kind { roles: true, ..Kind::default() },
-        Kind { aligned: true, gaps: Gaps::Empty, fixed: true, roles: true, shared: false },
-        Kind { roles: true, shared: true, ..Kind::default() },
-        Kind { aligned: true, gaps: Gaps::Windows, fixed: true, ..Kind::default() },
-    ];
-    let (mut worse, mut unproved) = (0_u32, 0_u32);
-    let random = if cli.ci { 200 } else { RANDOM };
-    for (seed, kind) in (0..random).zip(kinds.iter().cycle()) {
-        let (problem, shares) = random::posed(seed, 8, *kind);
-        let plan = solve(&problem, Duration::from_secs(10), 0);
-        // Where windows slide the search does not look at everything, and says so.
-        let slides = kind.shared || kind.gaps == Gaps::Windows;
-        let is_least = plan.peak().get() == brute::least_peak(&problem, &shares);
-        if !is_least && slides && !plan.is_optimal() {
-            unproved += 1;
-        } else if !is_least || !slides && !plan.is_optimal() {
-            println!("seed {seed}: {kind:?}: not optimal");
-            worse += 1;
-        }
-    }
-    figures.add("plan.random.windows.not_least", f64::from(unproved), "instances");
-    figures.add("plan.random.instances", ByteSize::new(random).as_f64(), "instances");
-    figures.at_most("plan.random.not_optimal", f64::from(worse), "instances", 0.0);
 }

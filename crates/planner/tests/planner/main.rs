@@ -27,7 +27,7 @@ use plans::{instance, planned, planned_for};
 use random::{Gaps, Kind};
 
 /// Random problems of each kind; more of them in `.ci/run --soak`.
-const SMALL: u64 = if cfg!(lowtide_soak) { 300 } else { 60 };
+const SMALL: u64 = if cfg!(lowtide_soak) { 2_500 } else { 60 };
 
 const EVERYTHING: Kind =
     Kind { aligned: true, gaps: Gaps::Windows, fixed: true, roles: true, shared: true };
