@@ -85,14 +85,12 @@ fn be(kind: &str) -> Result<(), BoxError> {
     let memory = builder.map(Builder::start);
     let took = before.elapsed();
     let memory = memory.transpose()?;
-    let _held = match &memory {
-        Some(memory) => {
-            let arena = memory.devices().open_arena("idle")?;
-            let resource = memory.managed("idle", || Ok(vec![0_u8; 1024])).register()?;
-            Some((arena, resource))
-        }
-        None => None,
+    let hold = |memory: &Memory| {
+        let arena = memory.devices().open_arena("idle")?;
+        let resource = memory.managed("idle", || Ok(vec![0_u8; 1024])).register()?;
+        Ok::<_, BoxError>((arena, resource))
     };
+    let _held = memory.as_ref().map(hold).transpose()?;
     println!("{}", took.as_secs_f64() * 1e3);
     if kind != "brief" {
         std::io::stdin().read_to_end(&mut Vec::new())?;

@@ -33,9 +33,8 @@ const LEARNED: usize = 30;
 /// Checks that a cgroup with a limit can be made here, and read.
 pub(crate) fn check() -> Result<(), String> {
     let group = process::group(ByteSize::mib(64))?;
-    let charge = process::usage(&group.folder);
-    let seen = charge.is_some() && process::oom_kills(&group.folder).is_some();
-    seen.then_some(()).ok_or_else(|| "its charge and its events cannot be read".to_owned())
+    let seen = process::usage(&group.folder).zip(process::oom_kills(&group.folder));
+    seen.map(drop).ok_or_else(|| "its charge and its events cannot be read".to_owned())
 }
 
 /// A cell to be run.

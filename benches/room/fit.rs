@@ -17,7 +17,7 @@ use axum::routing::get;
 use bytes::Bytes;
 use common::figures::{Figures, count};
 use common::http::{Http, client, send};
-use common::process::{Process, oom_kills, usage};
+use common::process::{Process, usage};
 use http::Request;
 use lowtide::admission::{Cost, Managed};
 use lowtide::service::{Endpoints, MemoryLayer};
@@ -68,14 +68,13 @@ const PATIENCE: Duration = Duration::from_secs(40);
 /// Runs it once. Returns the seconds from the command to its success, and the processes that the
 /// kernel killed, or 1 if this one has ended.
 async fn run(nth: u64) -> Result<(f64, u64), BoxError> {
-    let (mut service, at) = common::serve(&["serve-fitting"], LIMIT)?;
+    let (service, at) = common::serve(&["serve-fitting"], LIMIT)?;
     let folder = service.folder().ok_or("no cgroup can be made here")?.to_owned();
     let http = client();
     let load = tokio::spawn(load(http.clone(), at, Chance::new(nth)));
     let staged = stage(&service, &folder, at, &http).await;
     load.abort();
-    let kills = oom_kills(&folder).unwrap_or_default();
-    let kills = kills.max(u64::from(service.ended().is_some()));
+    let kills = service.end();
     match staged {
         Ok(seconds) => Ok((seconds, kills)),
         // A run that could not go on because the process was killed says so.
