@@ -1,8 +1,6 @@
-//! An operator's questions: whether incidents are answered, what a killed service leaves, and what
-//! the heap profiler costs that answers some of them.
+//! An operator's questions: whether incidents are answered, and what a killed service leaves.
 //!
-//! `cargo bench -p lowtide-benches --features profiling --bench questions -- answers`, or `killed`
-//! or `profiler`.
+//! `cargo bench -p lowtide-benches --features profiling --bench questions -- answers`, or `killed`.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
 #![expect(clippy::print_stdout, reason = "a program that prints figures")]
@@ -10,13 +8,11 @@
 
 mod answers;
 mod killed;
-mod profiler;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use lowtide::heap::{self, Profiler};
 
 // The interval of the image's build: 2^23 bytes are 8 MiB.
 lowtide::global_allocator!(balanced, prof: true, lg_prof_sample: 23);
@@ -38,37 +34,23 @@ enum Part {
     },
     /// What a killed service leaves: the cause, and the function that grew.
     Killed,
-    /// What the heap profiler costs that runs from the start.
-    Profiler,
     /// Is the service that grows.
     #[command(hide = true)]
     Grow { site: usize, mib_per_second: u64, folder: PathBuf },
     /// Is the next start: prints the cause in the first line and the summary in the second.
     #[command(hide = true)]
     Tell { folder: PathBuf },
-    /// Allocates and frees blocks.
-    #[command(hide = true)]
-    Ring { size: usize, count: u64 },
-    /// Allocates on some threads, and prints the resident bytes.
-    #[command(hide = true)]
-    Resident,
 }
 
 fn main() -> ExitCode {
     common::main(|cli: Cli| {
-        if let Profiler::Active { .. } = heap::profiler() {
-            heap::cache_unwind_rules()?; // as the start of a `Memory` does
-        }
         match cli.part {
             Part::Answers { only } => return answers::run(only.as_deref()),
             Part::Killed => return killed::measure(),
-            Part::Profiler => return profiler::measure(),
             Part::Grow { site, mib_per_second, folder } => {
                 killed::grow(site, mib_per_second, &folder)?;
             }
             Part::Tell { folder } => killed::tell(&folder)?,
-            Part::Ring { size, count } => profiler::ring(size, count),
-            Part::Resident => println!("{}", profiler::resident()?),
         }
         Ok(true)
     })
