@@ -170,14 +170,10 @@ fn measure(counted: bool) -> Result<bool, BoxError> {
 
 const RECORDER_CPU_MAX_PERCENT: f64 = 0.2;
 const RECORDER_MAX: f64 = 1126.0 * 1024.0; // 1.1 MiB
-/// After the start under load, before anything is counted.
-const LOADED: Duration = Duration::from_secs(3);
 /// The time over which CPU and allocations are counted.
 const COUNTED: Duration = Duration::from_secs(20);
 /// Requests in progress, each with a body that does not end.
 const REQUESTS: usize = 64;
-/// The length that each declares.
-const LENGTH: u64 = 1 << 20;
 /// The name of the recorder's thread.
 const NAME: &str = "lowtide-flight";
 
@@ -203,10 +199,10 @@ async fn loaded() -> Result<(), BoxError> {
     for _ in 0..REQUESTS {
         let first = stream::iter([Ok::<_, Infallible>(Bytes::from(vec![1; 70_000]))]);
         let body = Body::from_stream(first.chain(stream::pending()));
-        let request = Request::post("/hold").header("content-length", LENGTH);
+        let request = Request::post("/hold").header("content-length", 1 << 20);
         tokio::spawn(app.clone().oneshot(request.body(body)?));
     }
-    tokio::time::sleep(LOADED).await;
+    tokio::time::sleep(SETTLE).await;
     if memory.report().oldest_requests().is_empty() {
         return Err("no requests are listed".into());
     }
