@@ -49,7 +49,6 @@ const fn long(row: Row) -> Row {
 
 /// The subjects, and what each is about.
 pub(super) const SUBJECTS: &[(&str, &str)] = &[
-    ("light", "a failed allocation of an arena beside a million free blocks; a minute"),
     ("house", "how large the project is: lines, types, names, cycles, words; some seconds"),
     ("workspace", "what it costs to build, test and use the workspace: some 20 minutes"),
     ("arena", "the arena's paths: functions, instructions, schedules; some minutes"),
@@ -187,7 +186,7 @@ pub(super) const ROWS: &[Row] = &[
         Cargo("bench --locked -p lowtide-benches --features profiling --bench questions_profiler"),
     ),
     row("questions", "questions.advice.", Bench("controller -- --seeds 0 --days 0")),
-    row("light", "light.r light.sizes. light.admission.", Bench("requests -- --count")),
+    row("light", "light.r light.sizes. light.admission.", Bench("requests -- --counted")),
     row("fleet", "fleet.orca.", Script(".ci/fleet")),
     row("fleet", "fleet.report", Bench("requests -- --reports")),
     row("fleet", "fleet.grpc.", Script(".ci/grpc")),
