@@ -111,7 +111,9 @@ fn instructions(figures: &mut Figures) {
 /// Allocations that fail beside many free blocks: times, and instructions over those beside few.
 fn failures_of_arena(figures: &mut Figures) {
     work::failed(figures);
-    match per_step("beside many", 50).and_then(|many| Ok(many / per_step("beside few", 50)?)) {
+    match per_step("", "beside many", 50)
+        .and_then(|many| Ok(many / per_step("", "beside few", 50)?))
+    {
         Ok(ratio) => figures.at_most("light.fail.instructions_ratio", ratio, "ratio", 1.05),
         Err(why) => println!("skipped: light.fail.instructions_ratio: {why}"),
     }

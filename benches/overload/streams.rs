@@ -164,7 +164,7 @@ pub(crate) fn run(base: &Cell, figures: &mut Figures) -> Result<bool, BoxError> 
     }
     figures.add("traffic.h2.time_ratio", times[1] / times[0], "ratio");
     for (of, many) in [("grpc", CALLS[0]), ("bidi", CALLS[1])] {
-        let (service, to) = cell.start()?;
+        let (service, to) = cell.start(LIMIT)?;
         let path = if of == "grpc" { "stream" } else { "echo" };
         let (open, short) = runtime.block_on(call(to, path, many));
         service.end();
@@ -172,7 +172,7 @@ pub(crate) fn run(base: &Cell, figures: &mut Figures) -> Result<bool, BoxError> 
         figures.at_most(format!("traffic.{of}.hello_failed"), count(short.0), "requests", 0.0);
         figures.add(format!("traffic.{of}.hello_p99_ms"), short.1, "ms");
     }
-    let (service, to) = cell.start()?;
+    let (service, to) = cell.start(LIMIT)?;
     let (served, others) = runtime.block_on(bombs(to))?;
     let bomb_kills = service.end();
     println!("{BOMBS} bombs: {served} served, {others} rejected");
