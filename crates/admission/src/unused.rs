@@ -84,7 +84,7 @@ impl PurgeablePages {
         let with_all = physical.saturating_add(freed);
         let with_all = with_all.saturating_add(unheld.get()).saturating_add(bytes.get());
         let keeps_out = self.ticks.load(Ordering::Relaxed) < TICKS_MAX
-            && with_all > large * LARGE_PART
+            && with_all / LARGE_PART > large
             && purgeable.saturating_add(freed) > worth;
         if keeps_out {
             self.wanted.fetch_max(bytes.get(), Ordering::Relaxed);
@@ -196,6 +196,9 @@ mod tests {
 
     #[test]
     fn without_a_limit_nothing_is_kept_out() {
-        assert!(!unlimited().keeps_out(ByteSize::MAX, ByteSize::MAX));
+        let pages = unlimited();
+        assert!(!pages.keeps_out(ByteSize::MAX, ByteSize::MAX));
+        pages.free(ByteSize::MAX);
+        assert!(!pages.keeps_out(ByteSize::MAX, NONE), "one as large has ended");
     }
 }
