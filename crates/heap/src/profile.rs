@@ -121,7 +121,7 @@ impl HeapProfile {
 /// | `max_background_threads` | 1 to 64; later sources can only lower it |
 /// | `narenas` | 1 to 4094 |
 /// | `tcache_max` | bytes, 8 to 32768 |
-/// | `tcache_nslots_small_min` | blocks, 1 to 2048 |
+/// | `tcache_nslots_small_min` | blocks, 1 to 200 |
 /// | `tcache_nslots_large` | blocks, 1 to 2048 |
 /// | `dirty_decay_ms` | ms, 1 to 3600000 |
 /// | `muzzy_decay_ms` | ms, 0 to 3600000 |
@@ -278,14 +278,14 @@ macro_rules! knob {
     };
 }
 
-/// The table. Bounds are jemalloc's own (5.3.1, `conf.c`) but for those of the decay times: longer
-/// than an hour is most likely a wrong unit, which is a guess.
+/// The table. Bounds are jemalloc's own (5.3.1, `conf.c`; `tcache_nslots_small_max` of `tcache.c`) but
+/// for those of the decay times: longer than an hour is most likely a wrong unit, which is a guess.
 const KNOBS: &[Knob] = &[
     knob!("background_thread", "true|false"),
     knob!("max_background_threads", 1, 64, ""),
     knob!("narenas", 1, 4094, ""),
     knob!("tcache_max", 8, 32_768, " of bytes"),
-    knob!("tcache_nslots_small_min", 1, 2048, ""),
+    knob!("tcache_nslots_small_min", 1, 200, ""),
     knob!("tcache_nslots_large", 1, 2048, ""),
     knob!("dirty_decay_ms", 1, 3_600_000, " of ms (0 would cost 5 to 8 times the CPU)"),
     knob!("muzzy_decay_ms", 0, 3_600_000, " of ms"),
@@ -551,6 +551,7 @@ mod knobs_tests {
             Takes::Number(_, most) => match most {
                 30 => "30",
                 64 => "64",
+                200 => "200",
                 2048 => "2_048",
                 4094 => "4_094",
                 32_768 => "0000000032768",
@@ -572,6 +573,7 @@ mod knobs_tests {
             (("dirty_decay_ms", "0"), "5 to 8 times the CPU"),
             (("dirty_decay_ms", "1000.5"), "whole number of ms"),
             (("tcache_max", "7"), "of bytes from 8 to 32768"),
+            (("tcache_nslots_small_min", "201"), "from 1 to 200"),
             (("thp", "sometimes"), "default|always|never"),
             (("background_thread", "yes"), "true|false"),
             (("slab_sizes", "two_pages"), "default|one_page"),
