@@ -422,8 +422,10 @@ impl Compared {
         let of = |ratio: NeedRatio| ratio.limited(self.compared, room);
         let RouteNeed { seen, family, is_known, .. } = &*self.need;
         let ratio = |of: &AtomicU64| NeedRatio::unpack(of.load(Ordering::Relaxed));
+        // Read first: what is known has been seen.
+        let is_known = is_known.load(Ordering::Acquire);
         let mut claim = ratio(seen).map_or(ByteSize::ZERO, of);
-        if !is_known.load(Ordering::Acquire) {
+        if !is_known {
             // The first requests may raise the claim, but do not prove a small need.
             let unknown = if self.is_minimum { 0.0 } else { UNKNOWN };
             let unknown = || of(NeedRatio { mean: unknown, deviation: 0.0 });
@@ -1120,6 +1122,21 @@ mod models {
     use loom::thread;
 
     use super::*;
+
+    /// The bug: a request that looked before the first measurement, and again when the need was
+    /// known, reserved nothing.
+    #[test]
+    fn a_request_reserves_something_while_the_need_of_its_route_becomes_known() {
+        loom::model(|| {
+            let (estimate, is_minimum) = (ByteSize::kib(16), false);
+            let need = Arc::new(RouteNeed::new(Arc::default(), 1));
+            let one = Compared { need, estimate, compared: estimate, is_minimum };
+            let other = one.clone();
+            let other = thread::spawn(move || other.learn(estimate));
+            assert_ne!(one.claim(Room::UNLIMITED), ByteSize::ZERO);
+            other.join().expect("no panic");
+        });
+    }
 
     /// There is room for one record, which is replaced only while no request uses it.
     #[test]
