@@ -677,8 +677,7 @@ impl SlowStartPermit {
 
     /// Records that its handler succeeded, or that it failed.
     pub fn answered(&self, success: bool) {
-        self.state.fetch_and(!SUCCEEDED, Ordering::Relaxed);
-        self.state.fetch_or(SUCCEEDED * u8::from(success), Ordering::Relaxed);
+        self.state.store(BEGUN | SUCCEEDED * u8::from(success), Ordering::Relaxed);
     }
 }
 
