@@ -140,7 +140,7 @@ pub(crate) fn run(base: &Cell, figures: &mut Figures) -> Result<bool, BoxError> 
     runtime.block_on(clients(to, figures))?;
     let kills = service.end();
     figures.at_most("traffic.unread.kills", count(kills), "kills", 0.0);
-    let mut times = [0.0; 2];
+    let (mut times, mut died) = ([0.0; 2], 0);
     for (time, is_http2) in times.iter_mut().zip([false, true]) {
         let (service, to) = cell.start(LIMIT)?;
         let http = client_of(is_http2);
@@ -156,7 +156,7 @@ pub(crate) fn run(base: &Cell, figures: &mut Figures) -> Result<bool, BoxError> 
             let short = hello(&http, to, Duration::from_millis(500));
             tokio::join!(uploads, short)
         });
-        service.end();
+        died += service.end();
         if is_http2 {
             figures.at_least("traffic.h2.served", count(served), "uploads", count(UPLOADS));
             figures.add("traffic.h2.small_ms", short.1, "ms");
@@ -167,17 +167,17 @@ pub(crate) fn run(base: &Cell, figures: &mut Figures) -> Result<bool, BoxError> 
         let (service, to) = cell.start(LIMIT)?;
         let path = if of == "grpc" { "stream" } else { "echo" };
         let (open, short) = runtime.block_on(call(to, path, many));
-        service.end();
+        died += service.end();
         figures.at_least(format!("traffic.{of}.open"), count(open), "calls", count(many as u64));
         figures.at_most(format!("traffic.{of}.hello_failed"), count(short.0), "requests", 0.0);
         figures.add(format!("traffic.{of}.hello_p99_ms"), short.1, "ms");
     }
     let (service, to) = cell.start(LIMIT)?;
     let (served, others) = runtime.block_on(bombs(to))?;
-    let bomb_kills = service.end();
+    let bombed = service.end();
     println!("{BOMBS} bombs: {served} served, {others} rejected");
-    figures.at_most("traffic.bomb.kills", count(bomb_kills), "kills", 0.0);
-    Ok(kills == 0 && bomb_kills == 0)
+    figures.at_most("traffic.bomb.kills", count(bombed), "kills", 0.0);
+    Ok(kills + died + bombed == 0)
 }
 
 /// Opens so many calls, whose requests end with the message if the path is that of the streams.
