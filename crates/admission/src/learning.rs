@@ -677,7 +677,7 @@ impl SlowStartPermit {
 
     /// Records that its handler succeeded, or that it failed.
     pub fn answered(&self, success: bool) {
-        self.state.store(BEGUN | SUCCEEDED * u8::from(success), Ordering::Relaxed);
+        self.state.store(BEGUN | (SUCCEEDED * u8::from(success)), Ordering::Relaxed);
     }
 }
 
