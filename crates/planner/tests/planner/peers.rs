@@ -49,64 +49,6 @@ pub(crate) fn ggml(problem: &Problem) -> u64 {
     peak
 }
 
-/// `ggml-alloc.c` with a largest size of a buffer: what its buffers need together. Of several that
-/// fit the last one wins, whatever it leaves; there are 16, of which the last has no limit.
-#[allow(dead_code, reason = "not every program that has this module asks for it")]
-pub(crate) fn ggml_segments(problem: &Problem, limit: u64) -> u64 {
-    let mut blocks: Vec<Vec<(u64, u64)>> = Vec::new();
-    let mut tops: Vec<u64> = Vec::new();
-    let mut places = vec![(0, 0); problem.demands().len()];
-    for (_, begins, at) in events(problem) {
-        let size = problem.demands()[at].size.get();
-        if !begins {
-            let (segment, offset) = places[at];
-            release(&mut blocks[segment], offset, size);
-            continue;
-        }
-        let found = inner_block(&blocks, size).or_else(|| last_block(&blocks, &tops, size));
-        let (segment, which) = found.unwrap_or_else(|| {
-            let room = if blocks.len() == 15 { u64::MAX / 2 } else { size.max(limit) };
-            blocks.push(vec![(0, room)]);
-            tops.push(0);
-            (blocks.len() - 1, 0)
-        });
-        let block = &mut blocks[segment][which];
-        places[at] = (segment, block.0);
-        tops[segment] = tops[segment].max(block.0 + size);
-        *block = (block.0 + size, block.1 - size);
-        if block.1 == 0 {
-            blocks[segment].remove(which);
-        }
-    }
-    tops.iter().sum()
-}
-
-/// The best fit among all but the last blocks, found anew in each segment.
-fn inner_block(blocks: &[Vec<(u64, u64)>], size: u64) -> Option<(usize, usize)> {
-    let in_segment = |(segment, free): (usize, &Vec<(u64, u64)>)| {
-        let inner = free.iter().enumerate().take(free.len().saturating_sub(1));
-        let fitting = inner.filter(|(_, block)| block.1 >= size);
-        fitting.rev().min_by_key(|(_, block)| block.1).map(|(which, _)| (segment, which))
-    };
-    blocks.iter().enumerate().filter_map(in_segment).next_back()
-}
-
-/// The last block for which a segment grows least, or, where none has to, in which least is left
-/// of what the segment has.
-fn last_block(blocks: &[Vec<(u64, u64)>], tops: &[u64], size: u64) -> Option<(usize, usize)> {
-    let (mut best, mut best_reuse) = (None, i128::MIN);
-    for (segment, free) in blocks.iter().enumerate() {
-        let Some(last) = free.last().filter(|last| last.1 >= size) else { continue };
-        let reuse = i128::from(tops[segment]) - i128::from(last.0) - i128::from(size);
-        let grows_less = best_reuse < 0 && reuse > best_reuse;
-        let fits_better = reuse >= 0 && reuse < best_reuse;
-        if grows_less || fits_better {
-            (best, best_reuse) = (Some((segment, free.len() - 1)), reuse);
-        }
-    }
-    best
-}
-
 fn release(free: &mut Vec<(u64, u64)>, offset: u64, size: u64) {
     let which = free.partition_point(|block| block.0 < offset);
     free.insert(which, (offset, size));
