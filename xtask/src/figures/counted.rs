@@ -15,7 +15,7 @@ use crate::tree::root;
 /// Arguments of Cargo. Each command takes less than half a minute, without what it builds.
 const SHORT: &[&str] = &[
     "bench --locked --bench c",
-    "bench --locked --bench control -- --counted",
+    "bench --locked --bench control -- --parts heap",
     "bench --locked --bench gpu -- --part compact --part leases --part views --part wake",
     "bench --locked --bench idle -- --counted",
     "bench --locked --bench index -- --counted",
