@@ -144,7 +144,7 @@ pub(crate) fn load90<P: Peer>(mut peer: P, seed: u64) -> f64 {
 
 /// The block index over a fixed pool, every block towards its low end.
 #[derive(Debug)]
-pub(crate) struct Ours(pub(crate) BlockIndex);
+pub(crate) struct Ours(BlockIndex);
 
 impl Ours {
     pub(crate) fn new(capacity: u64) -> Self {
