@@ -22,7 +22,7 @@ use common::sim::Bed;
 use lowtide::BoxError;
 use lowtide_core::clock::Clock as _;
 use lowtide_core::sync::background;
-use lowtide_cuda_sim::{Call, Order, Outcome, Pattern, SimOptions};
+use lowtide_cuda_sim::{Call, Order, Pattern, SimOptions};
 use lowtide_gpu::driver::Driver as _;
 use lowtide_gpu::{ArenaConfig, Buffer, CompactOptions, Lane, Moved, Region, SleepConfig};
 
@@ -89,7 +89,7 @@ fn devices(figures: &mut Figures) -> Result<(), BoxError> {
 // Compaction, decay and idle sleep with several streams: context waits and driver calls.
 //
 // Lanes allocate blocks in turn and write to them; one block in eight stays. The worker's calls
-// and a compaction follow. Each live block is checked at its new address.
+// and a compaction follow. Whether blocks keep their bytes, the random schedules check.
 
 const LANES: usize = 4;
 /// The blocks that stay live, and their size.
@@ -98,7 +98,7 @@ const SIZE: usize = 64 << 10;
 /// One block in eight stays.
 const ONE_IN: usize = 8;
 
-/// Live blocks that each have a pattern, and their lanes.
+/// Live blocks and their lanes.
 struct Blocks {
     bed: Bed,
     lanes: Vec<Lane>,
@@ -114,17 +114,14 @@ impl Blocks {
         let lanes = lanes.collect::<Result<Vec<_>, _>>()?;
         let mut live = Vec::new();
         for nth in 0..KEPT * ONE_IN {
-            let lane = &lanes[nth % LANES];
-            let block = lane.alloc::<u8>(SIZE, Region::Dynamic)?;
-            let lease = lane.enter()?;
-            let at = block.address(&lease)?.ok_or("a block without an address")?;
-            bed.sim.fill(lane.stream(), at, block.bytes(), Pattern::new(nth as u64))?;
-            drop(lease);
+            let block = lanes[nth % LANES].alloc::<u8>(SIZE, Region::Dynamic)?;
             live.push((nth, block));
         }
+        let mut blocks = Self { bed, lanes, live };
+        blocks.write()?;
         // A stride that is no multiple of the number of lanes keeps blocks of every lane.
-        live.retain(|(nth, _)| nth % ONE_IN == nth / ONE_IN % ONE_IN);
-        Ok(Self { bed, lanes, live })
+        blocks.live.retain(|(nth, _)| nth % ONE_IN == nth / ONE_IN % ONE_IN);
+        Ok(blocks)
     }
 
     /// Does the work that the worker does with an arena, four times: cached blocks leave at the
@@ -142,18 +139,16 @@ impl Blocks {
         Ok(has_slept)
     }
 
-    /// Checks every live block. Returns the number of blocks with wrong bytes.
-    fn wrong(&self) -> Result<usize, BoxError> {
-        let (sim, mut checks) = (&self.bed.sim, Vec::new());
+    /// Lets the lanes write to every live block.
+    fn write(&self) -> Result<(), BoxError> {
         for (nth, block) in &self.live {
             let lane = &self.lanes[nth % LANES];
             let lease = lane.enter()?;
             let at = block.address(&lease)?.ok_or("a block without an address")?;
-            checks.push(sim.check(lane.stream(), at, block.bytes(), Pattern::new(*nth as u64))?);
+            let pattern = Pattern::new(*nth as u64);
+            self.bed.sim.fill(lane.stream(), at, block.bytes(), pattern)?;
         }
-        sim.run_all();
-        let is_wrong = |ticket: &_| sim.outcome(*ticket) != Outcome::Held;
-        Ok(checks.iter().filter(|ticket| is_wrong(ticket)).count())
+        Ok(())
     }
 }
 
@@ -162,7 +157,8 @@ fn compact(figures: &mut Figures) -> Result<(), BoxError> {
     let sim = &blocks.bed.sim;
     blocks.work(Duration::from_secs(1))?;
     // Later work of the streams, which the compaction waits for.
-    let unproved = blocks.wrong()?;
+    blocks.write()?;
+    sim.run_all();
     let calls = || {
         let copies = sim.calls(Call::Copy) + sim.calls(Call::CopyAsync);
         (count(copies), count(sim.calls_total()))
@@ -178,12 +174,13 @@ fn compact(figures: &mut Figures) -> Result<(), BoxError> {
         *moves.entry(origin).or_default() += 1;
     })?;
     let after = calls();
-    let wrong = unproved + blocks.wrong()?;
+    blocks.write()?;
+    sim.run_all();
     blocks.work(Duration::from_secs(1))?;
     let has_slept = blocks.work(Duration::from_secs(100))?;
     let faults = sim.faults_total();
-    if wrong > 0 || faults > 0 || done.moves == 0 || !has_slept {
-        return Err(format!("{wrong} blocks wrong, {faults} faults, slept: {has_slept}").into());
+    if faults > 0 || done.moves == 0 || !has_slept {
+        return Err(format!("{faults} faults, {} moves, slept: {has_slept}", done.moves).into());
     }
     let (made, waits) = (count(done.moves), count(sim.calls(Call::Synchronize)));
     figures.at_most("gpu.context_waits", waits, "calls", 0.0);
