@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use common::chance::Chance;
 use common::figures::{Figures, count, median};
 use http::Request;
 use lowtide::clock::{Bell, Clock, Moment, SystemClock};
@@ -31,7 +32,6 @@ use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
 #[global_allocator]
 static HEAP: lowtide_heap::Heap = lowtide_heap::Heap;
 
-const SEED: u64 = 42;
 const MEMORY: &str = "/memory?format=json&with=map,history,events,admin_tasks";
 
 /// The number of blocks, the suffix of its figures, answers that are timed, and the goals in ms.
@@ -71,7 +71,7 @@ fn run(counted: bool) -> Result<bool, BoxError> {
         std::thread::sleep(Duration::from_millis(10));
     }
     let endpoints = Endpoints::new(Some(memory.clone())).with_metrics(move || recorder.render());
-    let (mut blocks, mut chance) = (Vec::new(), SEED);
+    let (mut blocks, mut chance) = (Vec::new(), Chance::new(42));
     for (blocks_of, of, each, goals) in CASES {
         fill(&arena, blocks_of, &mut blocks, &mut chance)?;
         for ((name, address), goal) in
@@ -93,19 +93,17 @@ fn fill(
     arena: &DeviceArena,
     count: usize,
     blocks: &mut Vec<Buffer<u8>>,
-    chance: &mut u64,
+    chance: &mut Chance,
 ) -> Result<(), BoxError> {
     let mut is_full = false;
     while !is_full || blocks.len() > count {
-        *chance = chance.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
         if !is_full {
-            blocks.push(arena.alloc(1 + usize::try_from(*chance >> 55)?, Region::Dynamic)?);
+            blocks.push(arena.alloc(1 + chance.below(512), Region::Dynamic)?);
         }
         // A tenth of the places are taken a second time, so that neighbours in memory are none
         // in the books.
-        if is_full || (*chance >> 40).is_multiple_of(10) {
-            let nth = usize::try_from(*chance >> 33)? % blocks.len();
-            drop(blocks.swap_remove(nth));
+        if is_full || chance.below(10) == 0 {
+            drop(blocks.swap_remove(chance.below(blocks.len())));
         }
         is_full |= blocks.len() >= count + count / 10;
     }
@@ -166,9 +164,8 @@ type Turns = Vec<(f64, bool)>;
 struct Watch {
     clock: SystemClock,
     control: Mutex<Turns>,
-    /// Memory that moves between two ticks, unless it is still.
+    /// Memory that moves between two ticks.
     held: Mutex<Vec<Vec<u8>>>,
-    is_still: AtomicBool,
     /// `true` if the control thread goes on without a wait.
     hurries: AtomicBool,
 }
@@ -221,9 +218,7 @@ impl Clock for Watch {
             return self.clock.wait_until(bell, deadline); // the worker
         }
         self.ends();
-        if !self.is_still.load(Ordering::Relaxed) {
-            self.moves_memory();
-        }
+        self.moves_memory();
         let hurries = self.hurries.load(Ordering::Relaxed);
         let until = if hurries { self.clock.now() } else { deadline };
         let is_rung = self.clock.wait_until(bell, until);
@@ -245,12 +240,9 @@ fn threads(figures: &mut Figures) -> Result<(), BoxError> {
     let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(1)))?;
     watch.hurries.store(true, Ordering::Relaxed);
     let (tick, allocated) = watch.median(TICKS)?;
-    watch.is_still.store(true, Ordering::Relaxed);
-    let (_, still_allocated) = watch.median(TICKS)?;
     watch.hurries.store(false, Ordering::Relaxed);
     figures.timed("tick.median_us", tick, "us", GOAL_TICK_US);
-    let allocated = count((allocated + still_allocated) as u64);
-    figures.at_most("tick.allocations", allocated, "ticks", 0.0);
+    figures.at_most("tick.allocations", count(allocated as u64), "ticks", 0.0);
     drop((permit, block));
     memory.shutdown_blocking(Duration::from_secs(5)).into_result()?;
     Ok(())
