@@ -43,7 +43,7 @@ struct Cli {
 fn main() -> ExitCode {
     common::main(|cli: Cli| {
         let mut figures = Figures::default();
-        let mut failed = scenarios(&cli, &mut figures);
+        let mut failed = scenarios(&cli);
         if cli.advice > 0 {
             failed += advised(cli.advice, &mut figures);
         }
@@ -56,7 +56,7 @@ fn main() -> ExitCode {
 }
 
 /// All seeds; how many failed.
-fn scenarios(cli: &Cli, figures: &mut Figures) -> u64 {
+fn scenarios(cli: &Cli) -> u64 {
     let mut failed = 0;
     for seed in cli.from..cli.from + cli.seeds {
         if let Err(failure) = claims::judge(&Scenario::of(seed)) {
@@ -64,7 +64,6 @@ fn scenarios(cli: &Cli, figures: &mut Figures) -> u64 {
             eprintln!("{failure}");
         }
     }
-    figures.add("controller.runs", count(cli.seeds), "runs");
     failed
 }
 

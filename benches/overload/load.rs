@@ -169,12 +169,9 @@ pub(crate) fn routes() -> Router {
 }
 
 async fn hold(request: Request<Body>) -> (StatusCode, &'static str) {
-    let asked = header(&request, HOLD_HEADER).map(Duration::from_millis);
+    let asked = Duration::from_millis(header(&request, HOLD_HEADER).unwrap_or(0));
     let length = header(&request, "content-length").and_then(|length| usize::try_from(length).ok());
     let copies = header(&request, COPIES_HEADER).unwrap_or(0);
-    let Some(asked) = asked else {
-        return (StatusCode::BAD_REQUEST, "a hold is needed\n");
-    };
     let Some(text) = collected(request.into_body(), length).await else {
         return (StatusCode::BAD_REQUEST, "the body ended early\n");
     };

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use lowtide_ort::ort;
 use lowtide_ort::ort::session::Session;
 
-use crate::figures::{Figures, count, quantile};
+use crate::figures::{Figures, count};
 use crate::process::{AnonymousPeak, Batch, anonymous_mib, peak_mib, reset_peak, used};
 
 /// Any error ends the program.
@@ -164,9 +164,6 @@ fn cycle(service: &mut dyn Service, seed: u64) -> Result<Vec<Figure>, BoxError> 
         ("peak_mib", burst.peak, "MiB"),
         ("resident_peak_mib", resident_peak, "MiB"),
         ("thousand_faults", burst.faults / 1e3, "thousands"),
-        ("cpu_s", burst.cpu_seconds, "s"),
-        ("p50_ms", quantile(&burst.milliseconds, 0.5), "ms"),
-        ("p99_ms", quantile(&burst.milliseconds, 0.99), "ms"),
         ("idle_mib", idle, "MiB"),
         ("unloaded_mib", unloaded, "MiB"),
         ("unloaded_over_base_mib", unloaded - base, "MiB"),
