@@ -164,7 +164,7 @@ async fn load(http: Http, at: SocketAddr, mut chance: Chance) {
             true => chance.pick(&[1, 2, MODELS - 1]),
             false => MODELS,
         };
-        let uri = format!("http://{at}/work/{kib:.0}/{millis:.0}/{model}");
+        let uri = format!("http://{at}/hold/{kib:.0}/{millis:.0}/{model}");
         let http = http.clone();
         requests.spawn(async move { send(&http, Request::get(uri), Bytes::new()).await.is_ok() });
     }
@@ -172,7 +172,7 @@ async fn load(http: Http, at: SocketAddr, mut chance: Chance) {
 
 // The service, in a process of its own: models, and requests that hold memory for a while.
 //
-// `GET /work/4096/500/1` allocates so many KiB, holds them for so many milliseconds, and uses that
+// `GET /hold/4096/500/1` allocates so many KiB, holds them for so many milliseconds, and uses that
 // model meanwhile, if it exists. It ends when its standard input does.
 
 /// The models, and what each holds.
@@ -192,7 +192,7 @@ pub(crate) fn serve() -> Result<(), BoxError> {
     let layer = MemoryLayer::new(memory.admission().clone(), estimate).with_max_wait(MAX_WAIT);
     let endpoints = Endpoints::new(Some(memory)).with_local_admin().into_routes();
     let routes = Router::new()
-        .route("/work/{kib}/{millis}/{model}", get(work))
+        .route("/hold/{kib}/{millis}/{model}", get(work))
         .with_state(Arc::<[_]>::from(models))
         .layer(layer)
         .merge(endpoints);
