@@ -153,7 +153,7 @@ const HELLOS: u32 = 10_000;
 /// requests of as many routes, each of one size.
 fn be(counted: &str, steps: usize) -> Result<(), BoxError> {
     match counted {
-        "hello" => return hello(Some(memory()?.admission()), steps),
+        "hello" => return hello(Some(memory()?.0.admission()), steps),
         "hello-unmeasured" => {
             return hello(Some(&Admission::with_limit(ByteSize::gib(1))), steps);
         }
@@ -183,10 +183,10 @@ fn be(counted: &str, steps: usize) -> Result<(), BoxError> {
     Ok(())
 }
 
-fn memory() -> Result<Memory, BoxError> {
-    // Time stands still, so that the threads of the `Memory` sleep.
+/// Without threads, whose ticks would be counted; it lives as long as the second value.
+fn memory() -> Result<(Memory, impl FnMut() -> bool), BoxError> {
     let clock = Arc::new(ManualClock::new());
-    Ok(Memory::builder().clock(clock).device(DeviceChoice::None).start()?)
+    Ok(Memory::builder().clock(clock).device(DeviceChoice::None).start_stepped()?)
 }
 
 /// Serves as many requests on one connection.
@@ -235,7 +235,7 @@ fn of_keys(keys: &str, steps: usize) -> Result<(), BoxError> {
         let size = head.uri.path().rsplit('/').next().and_then(|size| size.parse().ok());
         Cost::host(ByteSize::kib(16 << size.unwrap_or(0_u32)))
     };
-    let memory = memory()?;
+    let (memory, _step) = memory()?;
     let layer = memory.layer().with_estimate(estimate);
     let mut service = axum::Router::new().fallback(async || "hello world").layer(layer);
     let uri = |key: usize| format!("/{}/{}", key / sizes, key % sizes).parse();
@@ -246,7 +246,7 @@ fn of_keys(keys: &str, steps: usize) -> Result<(), BoxError> {
 /// Sends requests to a service, each from its head to the end of its answer, without a connection.
 /// The last one is [`measured`].
 fn request() -> Result<(), BoxError> {
-    let memory = memory()?;
+    let (memory, _step) = memory()?;
     let routes = axum::Router::new().route("/", axum::routing::get(async || "hello world"));
     let mut service = routes.layer(memory.layer());
     for _ in 0..20 {
