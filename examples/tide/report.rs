@@ -9,6 +9,7 @@ use lowtide::ByteSize;
 use crate::run::{Answers, Kind, Outcome, TIGHT_LIMIT, stage};
 
 const LIVE_PEAK_MIN: u64 = 256 << 20;
+const LIVE_RISE_MIN: u64 = 8;
 const TWIN_PART: u64 = 3;
 const RETURN_BYTES: u64 = 8 << 20;
 const REGIONS: u64 = 2;
@@ -24,7 +25,13 @@ pub(crate) fn bounds(
         bounds.push((holds, format!("{what}:\n          {measured}")));
     };
     let idle = managed.water(stage::QUIET_10)?;
-    let defaults = twin.water(stage::BURST)?.heap_live;
+    let [peak, defaults] =
+        [managed.water(stage::BURST)?, twin.water(stage::BURST)?].map(|of| of.heap_live);
+    bound(
+        peak >= LIVE_RISE_MIN * idle.heap_live,
+        format!("live heap at peak >= {LIVE_RISE_MIN} x idle"),
+        format!("{} against {} idle", size(peak), size(idle.heap_live)),
+    );
     bound(
         defaults >= LIVE_PEAK_MIN,
         format!("live heap at peak with jemalloc's defaults >= {}", size(LIVE_PEAK_MIN)),
@@ -43,11 +50,8 @@ pub(crate) fn bounds(
         format!("{} retained over {} live", size(kept), size(idle.device_live)),
     );
     let gone = managed.water(stage::UNLOADED)?;
-    bound(
-        gone.device_committed == 0,
-        "device committed after unload = 0".to_owned(),
-        size(gone.device_committed),
-    );
+    let what = "device committed after unload = 0".to_owned();
+    bound(gone.device_committed == 0, what, size(gone.device_committed));
     let warm = managed.water(stage::WARM)?.charged;
     let room = RETURN_BYTES.max(warm / 20);
     bound(
