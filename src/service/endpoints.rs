@@ -29,7 +29,7 @@ use crate::sync::atomic::{AtomicBool, Ordering};
 use lowtide_admission::{Level, LimitBound, ReclaimerStats, ResourceStats};
 use lowtide_heap::HeapSnapshot;
 
-use super::admin::{Admin, AdminToken, PROFILE, Peer, check_host, wrong_method};
+use super::admin::{Admin, AdminToken, PROFILE, check_host, wrong_method};
 use super::answer::{JSON, answer, budget, figures, guard, limit, page, pretty, seconds};
 #[cfg(feature = "device")]
 use super::devices::{self, Maps};
@@ -127,9 +127,9 @@ impl Endpoints {
         self
     }
 
-    /// Accepts admin commands from this machine, without a token: requests whose [`Peer`] is a
-    /// loopback address, whose host is `localhost` or a loopback address, and that did not pass a
-    /// proxy. Every user of this machine who can open a connection can send commands.
+    /// Accepts admin commands from this machine, without a token: requests whose
+    /// [`Peer`](super::Peer) is a loopback address, whose host is `localhost` or a loopback address,
+    /// and that did not pass a proxy. Every user of this machine who can open a connection can send commands.
     ///
     /// By default none are accepted. Their paths are [`Endpoints::ADMIN_PATHS`]; use
     /// [`Endpoints::answer_request`] for them.
@@ -433,7 +433,7 @@ fn routed(endpoints: &Endpoints, mut request: Request<Body>) -> Response<Body> {
     let peer =
         request.extensions().get::<axum::extract::ConnectInfo<SocketAddr>>().map(|peer| peer.0);
     if let Some(peer) = peer {
-        request.extensions_mut().insert(Peer(peer));
+        request.extensions_mut().insert(super::Peer(peer));
     }
     match endpoints.answer_request(&request) {
         Some(answer) => answer.map(Body::from),
