@@ -192,14 +192,15 @@ pub(super) async fn release_idle(
 /// Returns the number of idle granules to release for a shortage, or the cause of the error if all
 /// idle granules are too few.
 pub(super) fn assess(state: &ArenaState, shortage: ExceededBound) -> Result<u64, Cause> {
-    let idle = state.granules_for(state.memory().releasable());
+    let memory = state.memory();
+    let idle = state.granules_for(memory.releasable());
     match shortage {
         ExceededBound::Limit(bytes) => {
             let granules = state.granules_for(state.over_limit(bytes));
             if idle >= granules {
                 return Ok(granules);
             }
-            let stays = (state.memory().backed - state.memory().releasable()).saturating_add(bytes);
+            let stays = (memory.backed - memory.releasable()).saturating_add(bytes);
             Err(Cause::Limit { over: stays.saturating_sub(state.limit.get()) })
         }
         ExceededBound::Device(_) if idle == 0 && !state.untrimmed => Err(Cause::Device),
@@ -409,9 +410,9 @@ pub(crate) async fn release_down_to(
 ) -> (u64, Option<DriverError>) {
     // Memory that the driver kept is trimmed as well, so at least one turn is made.
     let (granules, mut untrimmed) = cx.with(|state| {
-        let stays = state.memory().backed.saturating_sub(state.memory().leaving);
-        let excess = stays.saturating_sub(keep.get());
-        (state.granules_for(excess.min(state.memory().idle())), state.untrimmed)
+        let memory = state.memory();
+        let excess = memory.backed.saturating_sub(memory.leaving).saturating_sub(keep.get());
+        (state.granules_for(excess.min(memory.idle())), state.untrimmed)
     });
     let mut released = 0;
     // Each turn except the last releases at least one granule: at most `granules` turns.

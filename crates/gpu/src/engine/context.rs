@@ -166,7 +166,8 @@ impl<'a> OpContext<'a> {
     pub(super) async fn wait_for_result(&self, condition: impl Fn(&ArenaState) -> bool) {
         let results = self.with(|state| state.results);
         self.wait_while(|state| {
-            let is_in_progress = state.memory().leaving + state.memory().committing > 0;
+            let memory = state.memory();
+            let is_in_progress = memory.leaving + memory.committing > 0;
             state.results == results && is_in_progress && condition(state)
         })
         .await;

@@ -334,11 +334,9 @@ fn note_discarded(state: &mut ArenaState, runs: &[OutgoingRun]) {
 pub(crate) fn next_sleep(state: &ArenaState) -> Moment {
     let is_used = state.leases > 0 || !state.raw.is_empty() || state.outstanding.exported_count > 0;
     // If the driver cannot restore the same addresses, only idle memory is released.
-    let is_empty = if state.capabilities.virtual_memory {
-        state.memory().backed == 0
-    } else {
-        state.memory().backed == 0 || state.memory().idle() == 0
-    };
+    let memory = state.memory();
+    let releases_idle = !state.capabilities.virtual_memory;
+    let is_empty = memory.backed == 0 || releases_idle && memory.idle() == 0;
     if state.is_closed || is_used || is_empty {
         Moment::NEVER
     } else {
