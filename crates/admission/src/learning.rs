@@ -716,15 +716,7 @@ mod tests {
     /// Records beyond the bound were looked for among all others, under a lock that all requests took.
     #[test]
     fn a_route_learns_among_others_and_invented_ones_what_it_learns_alone() {
-        let seed = 7_u64;
-        println!("seed {seed}");
-        let mut state = seed;
-        let mut draw = |below: u64| {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            state % below
-        };
+        let mut draw = crate::chance::draws(7);
         let (together, alone) = (Needs::default(), [(); 40].map(|()| Needs::default()));
         for nth in 0..100_000 {
             let (route, size, is_declared) = (draw(40), draw(3), draw(2) == 0);

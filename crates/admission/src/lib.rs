@@ -115,3 +115,18 @@ pub mod layer {
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+#[cfg(test)]
+mod chance {
+    /// Returns a function that draws numbers below a bound. Prints the seed.
+    pub(crate) fn draws(seed: u64) -> impl FnMut(u64) -> u64 {
+        println!("seed {seed}");
+        let mut state = seed;
+        move |below| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state % below
+        }
+    }
+}

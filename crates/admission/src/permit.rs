@@ -132,7 +132,7 @@ impl Permit {
     #[inline]
     #[must_use]
     pub fn claim(&self) -> ByteSize {
-        let suspended = if let Some(request) = self.request() { request.claim } else { None };
+        let suspended = self.request().and_then(|request| request.claim);
         suspended.unwrap_or_default().max(self.cost().host)
     }
 
@@ -569,15 +569,7 @@ mod tests {
         let admission = Admission::with_limit(ByteSize::gib(1));
         let ledger = admission.ledger(Budget::Host);
         let mut permits = Vec::new();
-        let seed = 7_u64;
-        println!("seed {seed}");
-        let mut state = seed;
-        let mut draw = |below: u64| {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            state % below
-        };
+        let mut draw = crate::chance::draws(7);
         for _ in 0..10_000 {
             let size = ByteSize::kib(draw(4096));
             match draw(6) {

@@ -286,19 +286,16 @@ mod tests {
 
     #[test]
     fn flips_are_bounded_however_usage_moves() {
-        let mut state = 0x2545_F491_4F6C_DD1D_u64;
-        println!("seed {state:#x}");
+        let mut draw = crate::chance::draws(7);
         let mut pressure = PressureTracker::new(Thresholds::default());
         let (mut rises, mut falls, mut last) = (0_u64, 0_u64, Level::None);
         let ticks = 20_000;
         for tick in 0..ticks {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            let level = pressure.update(at(tick * 10), part(state % 101), LIMIT);
+            let used = part(draw(101));
+            let level = pressure.update(at(tick * 10), used, LIMIT);
             rises += u64::from(level > last);
             falls += u64::from(level < last);
-            assert!(level >= Thresholds::default().reached(ratio(part(state % 101), LIMIT)));
+            assert!(level >= Thresholds::default().reached(ratio(used, LIMIT)));
             last = level;
         }
         let dwells = ticks * 10 / 250;

@@ -10,8 +10,8 @@
 //! the number of threads that poll large requests at this moment with the number of processors.
 //! If all are taken, the limit falls to the turns there are, and then by one and an eighth in each
 //! tick. If some are free while requests wait for a turn, it rises by the free part of that. So large
-//! requests that compute keep half of the processors to all of them busy, and those that wait for
-//! their clients, a disk or another service run in as many as fit into memory.
+//! requests that compute keep at least half of the processors busy, and those that wait for their
+//! clients, a disk or another service run in as many as fit into memory.
 //!
 //! A turn begins with the admission and ends when the handler has answered, or while the request is
 //! suspended. None is rejected for it: one that has waited for long enough begins without a turn.
