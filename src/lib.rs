@@ -36,7 +36,7 @@
 //!
 //! let app: axum::Router = axum::Router::new()
 //!     .route("/length", axum::routing::post(|body: String| async move { body.len().to_string() }))
-//!     .layer(memory.layer()); // estimates twice the body; works with tonic too
+//!     .layer(memory.layer()); // estimates by body length; works with tonic too
 //! # drop(app);
 //! let report = memory.shutdown_blocking(std::time::Duration::from_secs(5));
 //! println!("{report}"); // what is still held

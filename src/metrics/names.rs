@@ -416,7 +416,7 @@ macro_rules! rows {
     Detail Gauge "lowtide_sampler_lateness_seconds" as SAMPLER_LATENESS,
         "Largest delay of a tick of the control loop since the last publication.";
     Basic Gauge "lowtide_diagnostics" as DIAGNOSTICS,
-        "Warnings found at start or later. /memory lists them under diagnostics.";
+        "Warnings found at start or later; /memory lists them among diagnostics.";
     Basic Gauge "lowtide_build_info" ["version", "profile", "service_version"] as BUILD_INFO,
         "Always 1; the labels name the version of lowtide, the profile, and the version of the \
          service (LOWTIDE_SERVICE_VERSION), or unknown.";

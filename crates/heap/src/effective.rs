@@ -43,6 +43,7 @@ pub fn effective() -> Result<EffectiveConf, HostError> {
     let harder = ctl::OPT_CONF_FROM_HARDER.read().unwrap_or(None).unwrap_or_default();
     let outside = [&ctl::OPT_CONF_FROM_SYMLINK, &ctl::OPT_CONF_FROM_VARIABLE];
     let outside = outside.map(|key| key.copy().unwrap_or(None).unwrap_or_default()).join(",");
+    let outside = outside.trim_matches(',').to_owned();
     let threads = background_threads_supported() && ctl::BACKGROUND_THREAD.read()?;
     let mut values = vec![
         ("background_thread", threads.to_string()),
@@ -51,6 +52,8 @@ pub fn effective() -> Result<EffectiveConf, HostError> {
         ("percpu_arena", text(&ctl::OPT_PERCPU_ARENA)?.to_owned()),
         ("tcache", ctl::OPT_THREAD_CACHE.read()?.to_string()),
         ("tcache_max", ctl::OPT_THREAD_CACHE_MAX.read()?.to_string()),
+        ("tcache_nslots_small_min", ctl::OPT_THREAD_CACHE_SMALL_MIN.read()?.to_string()),
+        ("tcache_nslots_large", ctl::OPT_THREAD_CACHE_LARGE.read()?.to_string()),
         ("dirty_decay_ms", ctl::ARENAS_DIRTY_DECAY.read()?.to_string()),
         ("muzzy_decay_ms", ctl::ARENAS_MUZZY_DECAY.read()?.to_string()),
         ("thp", text(&ctl::OPT_THP)?.to_owned()),
@@ -228,9 +231,8 @@ impl Difference {
     /// Returns `true` if only a restart of the process can change it.
     #[must_use]
     pub fn is_fixed_at_start(&self) -> bool {
-        let moving =
-            ["background_thread", "max_background_threads", "dirty_decay_ms", "muzzy_decay_ms"];
-        !moving.contains(&&*self.setting)
+        !["background_thread", "max_background_threads", "dirty_decay_ms", "muzzy_decay_ms"]
+            .contains(&&*self.setting)
     }
 }
 

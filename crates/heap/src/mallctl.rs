@@ -142,6 +142,8 @@ table! {
     OPT_ARENAS: u32, 2, c"opt.narenas";
     OPT_THREAD_CACHE: bool, 2, c"opt.tcache";
     OPT_THREAD_CACHE_MAX: usize, 2, c"opt.tcache_max";
+    OPT_THREAD_CACHE_SMALL_MIN: u32, 2, c"opt.tcache_nslots_small_min";
+    OPT_THREAD_CACHE_LARGE: u32, 2, c"opt.tcache_nslots_large";
     OPT_THP: Text, 2, c"opt.thp";
     OPT_METADATA_THP: Text, 2, c"opt.metadata_thp";
     OPT_CACHE_OBLIVIOUS: bool, 2, c"opt.cache_oblivious";

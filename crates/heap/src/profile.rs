@@ -300,14 +300,12 @@ const KNOBS: &[Knob] = &[
 /// jemalloc's value for `slab_sizes: one_page`: the fewest pages for every small size.
 const ONE_PAGE: &[u8] = b"1-16384:1";
 
-const NO_PROFILER: &str = "prof and lg_prof_sample need the feature `profiling`, which builds the \
-                           heap profiler in";
+const NO_PROFILER: &str = "prof and lg_prof_sample need the feature `profiling`";
 const UNKNOWN: &str = "expected a setting of background_thread, \
                        max_background_threads, narenas, tcache_max, tcache_nslots_small_min, \
                        tcache_nslots_large, dirty_decay_ms, muzzy_decay_ms, thp, metadata_thp, \
                        slab_sizes, cache_oblivious, prof, lg_prof_sample";
-const HPA: &str = "hpa is not offered: it keeps twice the memory at rest; expected \
-                   another setting, such as narenas";
+const HPA: &str = "hpa is not offered: it keeps twice the memory at rest";
 const TWICE: &str = "duplicate setting; expected each at most once";
 
 /// Returns the setting of this name. Panics if the macro does not take it.

@@ -16,6 +16,8 @@ fn what_is_asked_on_top_of_a_profile_is_in_effect_and_known() {
         for (setting, value) in [
             ("narenas", "8"),
             ("tcache_max", "8192"),
+            ("tcache_nslots_small_min", "128"),
+            ("tcache_nslots_large", "64"),
             ("dirty_decay_ms", "2000"),
             ("thp", "never"),
             ("background_thread", "false"),
@@ -23,6 +25,7 @@ fn what_is_asked_on_top_of_a_profile_is_in_effect_and_known() {
             assert_eq!(found.get(setting), Some(value), "{setting}");
         }
         assert_eq!(found.differences(), []);
+        assert!(found.to_string().ends_with("requested_outside=\"\""), "{found}");
     });
 }
 
