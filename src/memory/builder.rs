@@ -752,8 +752,6 @@ fn report(memory: &Memory, background_threads: u32) {
     let signals = &memory.0.shared.signals;
     let (cpus, bounds) = (signals.cpus(), signals.bounds());
     let bounds = bounds.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
-    let heap = heap::effective();
-    let heap = heap.map_or_else(|error| error.to_string(), |conf| conf.to_string());
     #[cfg(feature = "device")]
     let device = Some(devices::choice(&memory.0.shared.devices, config));
     #[cfg(not(feature = "device"))]
@@ -770,12 +768,9 @@ fn report(memory: &Memory, background_threads: u32) {
         cpus = cpus.whole(),
         cpu_quota_milli = cpus.quota_milli,
         bound_arenas = memory.0.shared.bound_arenas,
-        heap,
         "memory manager started"
     );
-    if let Some(last) = memory.report().last_exit() {
-        report_last_exit(last);
-    }
+    memory.report().last_exit().into_iter().for_each(report_last_exit);
 }
 
 /// Logs why the previous run ended, once.

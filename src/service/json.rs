@@ -72,8 +72,10 @@ const PARTS: &[JsonPart] = &[
     (LIMIT_ADVICE, |asked| limit_advice(asked.memory, asked.limit)),
     ("leaks", |asked| leaks(&asked.memory.heap().leaks())),
     ("settings", |asked| {
+        let heap = lowtide_heap::effective().map_or_else(|it| it.to_string(), |it| it.to_string());
+        let heap = ("heap", json!({ "value": heap, "source": "jemalloc" }));
         let settings = asked.memory.config().settings().into_iter();
-        settings.map(|(name, setting)| (name, json!(setting))).collect()
+        settings.map(|(name, setting)| (name, json!(setting))).chain([heap]).collect()
     }),
 ];
 

@@ -56,8 +56,8 @@ use super::estimate::{ContentLength, Estimate, UNDECLARED, body_length, note_len
 use super::exempt::{ExemptPaths, ExemptShare};
 use super::load_report::{Carrier, LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReports};
 use super::permit::{
-    QueuePlace, RequestHolds, RequestPermit, RequestTerms, ResumeOptions, WINDOW, enter_slow_start,
-    enter_turn,
+    ARRIVAL_WINDOW, QueuePlace, RequestHolds, RequestPermit, RequestTerms, ResumeOptions,
+    enter_slow_start, enter_turn,
 };
 use super::rejection::{Drain, negotiated};
 use super::scoped::Scoped;
@@ -752,7 +752,7 @@ impl LayerSettings {
     ) -> Result<Booked, Rejected> {
         let state = self.admission.state();
         let may_receive = may_receive && cost.device.is_zero() && !self.max_wait.is_zero();
-        let receive = || state.admit_suspended(WINDOW, cost.host, priority);
+        let receive = || state.admit_suspended(ARRIVAL_WINDOW, cost.host, priority);
         if may_receive
             && let Ok(Some(_)) = slot
             && let Some(permit) = receive()

@@ -668,6 +668,16 @@ impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Log {
     }
 }
 
+/// The bug: nothing said why a service that SIGTERM had reached was not ready.
+#[test]
+fn a_service_that_is_to_end_says_so_once() {
+    let memory = quiet().start().expect("starts");
+    let line = (tracing::Level::INFO, "not ready any more: the service is to end".to_owned());
+    let lines = Log::of(|| (0..2).for_each(|_| memory.set_ending()));
+    assert_eq!(lines, [line]);
+    assert!(memory.shutdown_blocking(SOON).is_clean());
+}
+
 /// The bug: protection ended without a word when the last handle was dropped.
 #[test]
 fn dropping_the_last_handle_without_a_shutdown_logs_a_warning() {

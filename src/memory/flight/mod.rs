@@ -116,7 +116,9 @@ impl Flight {
 
     /// Records that the service was asked to end.
     pub(super) fn set_ending(&self) {
-        self.is_ending.store(true, Ordering::Relaxed);
+        if !self.is_ending.swap(true, Ordering::Relaxed) {
+            log!(info, target: "lowtide", "not ready any more: the service is to end");
+        }
     }
 
     /// Returns `true` once the service was asked to end.

@@ -13,8 +13,8 @@
 //! the window of the connection, and enters the slow start when it resumes.
 //!
 //! An answer of unknown length that has gone on for a second is a stream, which may last for hours.
-//! It keeps what it holds and a window, and its route learns from it. Later answers of the route are
-//! streams at once, unless one grew much after it had lasted.
+//! It keeps what it holds and a window (`record`), and its route learns from it. Later answers of
+//! the route are streams at once, unless one grew much after it had lasted.
 //!
 //! A connection that was upgraded, such as a WebSocket, is such a stream for as long as its work has
 //! the permit.
@@ -55,7 +55,7 @@ const UPGRADED: StatusCode = StatusCode::SWITCHING_PROTOCOLS;
 
 /// What a suspended request reserves beyond what it holds, for the part of its body that arrives
 /// next. An estimate: what an HTTP/2 client may send on a stream without permission, by default.
-pub(in crate::service) const WINDOW: ByteSize = ByteSize::kib(64);
+pub(in crate::service) const ARRIVAL_WINDOW: ByteSize = ByteSize::kib(64);
 
 /// The place in the queue of a suspended request, or of its body.
 #[derive(Debug)]
@@ -180,7 +180,7 @@ impl RequestPermit {
     /// Reserves a window for what arrives next of a suspended request's body. Returns `false` if
     /// the request must resume first.
     fn may_receive(&self) -> bool {
-        let wanted = self.0.memory().live.saturating_add(WINDOW);
+        let wanted = self.0.memory().live.saturating_add(ARRIVAL_WINDOW);
         self.change(|held| held.holds.permit.reserve_arriving(wanted))
     }
 

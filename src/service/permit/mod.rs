@@ -37,7 +37,7 @@ use lowtide_admission::{Admission, Rejected};
 use lowtide_heap::{Account, AccountMemory, unmeasured};
 
 use super::usage::RequestOrigin;
-pub(super) use course::{QueuePlace, WINDOW};
+pub(super) use course::{ARRIVAL_WINDOW, QueuePlace};
 use record::{Admitted, PermitState, TRIAL};
 pub(super) use record::{RequestHolds, RequestTerms, ResumeOptions, enter_slow_start, enter_turn};
 pub(super) use registered::WeakPermit;

@@ -14,7 +14,7 @@ use lowtide_heap::{Account, AccountMemory};
 use super::record::{
     ANSWERED, Admitted, CANCELLED, Lasts, RECEIVES, RequestHolds, SENDS, SUSPENDED, TRIAL,
 };
-use super::{RequestPermit, course::WINDOW};
+use super::{RequestPermit, course::ARRIVAL_WINDOW};
 use crate::service::usage::RequestOrigin;
 
 /// A permit that does not keep the reservation.
@@ -61,7 +61,7 @@ impl LargeRequest for WeakPermit {
     fn suspend(&self, now: Moment) {
         let Some(permit) = self.permit() else { return };
         let Admitted { terms, progress, covered, .. } = permit.0.owner();
-        let live = || permit.0.memory().live.saturating_add(WINDOW);
+        let live = || permit.0.memory().live.saturating_add(ARRIVAL_WINDOW);
         let is_worth = |reserved, keep: ByteSize| reserved >= keep.saturating_add(REGISTERED_MIN);
         if terms.resumes.is_none()
             || !progress.has(RECEIVES | SENDS)
@@ -72,7 +72,7 @@ impl LargeRequest for WeakPermit {
         }
         permit.change(|held| {
             // Read under the lock, so that it is no less than what was reported last.
-            let keep = live().max(held.declared.saturating_add(WINDOW));
+            let keep = live().max(held.declared.saturating_add(ARRIVAL_WINDOW));
             let RequestHolds { permit, slot, .. } = &mut held.holds;
             if now - held.reserved_at < SLOW_AFTER || !is_worth(permit.cost().host, keep) {
                 return;
