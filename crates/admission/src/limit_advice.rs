@@ -232,7 +232,8 @@ impl Shadow {
         self.kept = kept;
         let each = |class: &Arrivals| ByteSize::new(class.count).as_f64() * class.bytes;
         let all = from.reserved.as_f64() + arrivals.iter().map(each).sum::<f64>();
-        if all <= 0.0 {
+        // Without arrivals and releases each ledger stays as it is.
+        if all <= 0.0 || (arrivals.is_empty() && to.reserved == from.reserved) {
             return;
         }
         let left = to.reserved.as_f64() / all;

@@ -400,8 +400,7 @@ impl Maintenance {
         self.admission.state().host.single.store(single.get(), Ordering::Relaxed);
         // While some are served, others wait for their end.
         let rejects = self.exhaustion.is_declared() && !self.exhaustion.serves_one();
-        let unowned = self.host.correction.unowned.max(ByteSize::new(1));
-        let unowned = if rejects { unowned.get() } else { 0 };
+        let unowned = if rejects { self.host.correction.unowned.get().max(1) } else { 0 };
         self.admission.state().unowned.store(unowned, Ordering::Relaxed);
         if self.state.set_exhausted(&self.exhaustion) {
             jobs.insert(Job::ReportExhaustion);
@@ -539,12 +538,15 @@ impl Maintenance {
 
     /// Publishes the saturation.
     fn saturate(&mut self, stats: &AdmissionStats, now: Moment) {
-        let further: u64 = self.further.iter().map(|device| device.state().sheds_total()).sum();
-        let sheds = self
-            .saturation
-            .has_recent_shed(now, self.admission.state().sheds_total().saturating_add(further));
+        let devices = self.further.iter().map(|device| device.state().sheds_total());
+        let total = devices.sum::<u64>() + self.admission.state().sheds_total();
+        let last = self.saturation.shed_at;
         // An instance that shuts down sheds to others, which are to have room.
-        let sheds = sheds && !self.admission.is_closed();
+        let sheds = self.saturation.has_recent_shed(now, total) && !self.admission.is_closed();
+        // The first is published at once, with the figures of its moment.
+        if sheds && last.is_none_or(|at| now - at >= SHED_SHOWN) {
+            self.published_at = None;
+        }
         let is_critical = self.host.pressure.level == Level::Critical;
         let is_short = sheds || stats.waiting > 0 || is_critical || self.exhaustion.is_declared();
         let value = if is_short { 1.0 } else { self.taken() };
@@ -562,11 +564,10 @@ impl Maintenance {
     /// Posts one reclaim step for each budget.
     fn climb(&self, now: Moment, jobs: &mut Jobs) {
         for account in [&self.host, &self.device] {
-            let level = account.pressure.level;
-            let due = self.policy.due(account.budget, level, now);
-            let starts =
-                |&at: &usize| self.policy.steps.get(at).is_some_and(|step| step.pace.start(now));
-            if let Some(step) = due.filter(starts) {
+            let due = self.policy.due(account.budget, account.pressure.level, now);
+            if let Some(step) = due
+                && self.policy.steps.get(step).is_some_and(|it| it.pace.start(now))
+            {
                 jobs.insert(Job::Reclaim { step });
             }
         }

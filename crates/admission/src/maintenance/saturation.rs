@@ -41,7 +41,7 @@ pub(super) struct Saturation {
     /// The requests that were shed by the last tick, and the time of the last tick that found a
     /// further one.
     sheds: u64,
-    shed_at: Option<Moment>,
+    pub(super) shed_at: Option<Moment>,
 }
 
 impl Saturation {

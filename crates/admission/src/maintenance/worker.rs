@@ -363,6 +363,31 @@ mod tests {
         assert_eq!(turns.maintenance.state.take_lateness(), Duration::ZERO, "told once");
     }
 
+    /// The bug: the warning about rejections had the figures of up to a second later, and a service
+    /// that ended before then logged none.
+    #[test]
+    fn the_first_rejection_is_published_by_the_next_tick() {
+        let limit = Limit::given(ByteSize::mib(100));
+        let sensor = Box::new(Dear(Arc::default(), Sample { limit, ..Sample::default() }));
+        let (admission, settings) = (Admission::new(), Settings::default());
+        let resources = Resources::new();
+        let maintenance =
+            Maintenance::new(settings, sensor, admission.clone(), resources, Vec::new());
+        let (mut maintenance, clock) = (maintenance.expect("valid"), ManualClock::new());
+        let mut is_published = || {
+            clock.advance(10 * MILLI);
+            maintenance.tick(clock.now()).any(|job| job == Job::Publish)
+        };
+        assert!(is_published() && !is_published());
+        let cost = Cost::host(ByteSize::mib(30));
+        let _held = admission.try_admit(cost).expect("it fits");
+        let reject = || assert!(admission.try_admit(cost).is_err(), "two do not fit");
+        reject();
+        assert!(is_published() && !is_published(), "at once, and once");
+        reject();
+        assert!(!is_published(), "more of them wait for the next second");
+    }
+
     /// The bug: a tick after admission was closed let a suspended request wait, and no other tick
     /// came for its deadline.
     #[test]
