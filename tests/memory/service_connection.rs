@@ -20,7 +20,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tower::{Layer, service_fn};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(120);
 const UPLOAD: usize = 8 << 20;
 
 /// Each request costs 10 MiB, and one fits.

@@ -22,7 +22,7 @@ use tokio::time::timeout;
 use crate::polled::poll;
 
 const GRACE: Duration = Duration::from_secs(1);
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 struct Server {
     listener: ConnectionListener,

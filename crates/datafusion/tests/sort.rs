@@ -22,7 +22,7 @@ const BATCHES: usize = (16 << 20) / BATCH_BYTES;
 const LARGE: ByteSize = ByteSize::mib(64);
 /// What a sort needs to make progress: 4 MiB for merging, and some batches.
 const MIN: ByteSize = ByteSize::mib(12);
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(120);
 /// The batch before which the tests take memory away.
 const HALF: usize = BATCHES / 2;
 

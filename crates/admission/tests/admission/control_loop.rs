@@ -16,7 +16,7 @@ use lowtide_admission::{
 };
 use lowtide_core::sync::lock;
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(120);
 const MILLI: Duration = Duration::from_millis(1);
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;

@@ -325,7 +325,7 @@ impl Wake for Unpark {
 
 /// Waits for a reservation on this thread. There are no ticks, so a lost wake is found.
 fn block_on(admission: &Admission, cost: Cost) -> Permit {
-    const PATIENCE: Duration = Duration::from_secs(20);
+    const PATIENCE: Duration = Duration::from_secs(120);
     let clock = SystemClock::new();
     let waker = Waker::from(Arc::new(Unpark(thread::current())));
     let mut reserve = pin!(admission.reserve(cost));

@@ -12,7 +12,7 @@ use lowtide_heap::{HeapProbe, HeapSettings};
 use test_fork::test;
 
 const THREADS: usize = 8;
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(120);
 /// The least that one thread leaves in its cache by `fill`, and the most once it is empty.
 const FULL: ByteSize = ByteSize::kib(200);
 const EMPTY: ByteSize = ByteSize::kib(32);

@@ -12,7 +12,7 @@ use lowtide_admission::clock::Clock as _;
 use lowtide_admission::{Cost, LoadScope};
 use lowtide_core::sync::lock;
 
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Drives a future on this thread, without a runtime.
 pub(crate) fn block_on<F: Future>(future: F) -> F::Output {

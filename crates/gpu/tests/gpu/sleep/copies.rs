@@ -46,7 +46,7 @@ fn a_sleep_that_discards_waits_for_the_copies_of_one_that_failed() {
 fn in_time<T: Send + 'static>(act: impl FnOnce() -> T + Send + 'static) -> T {
     let (tell, told) = mpsc::channel();
     thread::spawn(move || tell.send(act()));
-    told.recv_timeout(Duration::from_secs(20)).expect("it waits for ever")
+    told.recv_timeout(Duration::from_secs(120)).expect("it waits for ever")
 }
 
 /// A thread that waited for the copies found nothing idle any more and nothing on its way, and
@@ -84,7 +84,7 @@ fn a_sleep_that_waits_for_an_allocation_is_not_waited_for_by_it() {
     });
     let arena = bed.arena.clone();
     let taken = in_time(move || arena.alloc::<u8>(3 * MIB, Region::Stable)).expect("room");
-    let slept = told.recv_timeout(Duration::from_secs(20)).expect("it waits for ever");
+    let slept = told.recv_timeout(Duration::from_secs(120)).expect("it waits for ever");
     assert!(matches!(slept, Ok(_) | Err(DeviceError::SleepCancelled { .. })), "{slept:?}");
     bed.assert_marked(&kept, 1);
     drop((kept, taken));
