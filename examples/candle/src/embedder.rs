@@ -3,17 +3,17 @@
 //! The services call it. It opens three files of one folder (`config.json`, `tokenizer.json`,
 //! `model.safetensors`) and nothing else: no network, no cache.
 //!
-//! Invariant: the memory of a call is bounded by [`ROWS_MAX`] rows of the longest text.
+//! Invariants: the memory of a call is bounded by [`ROWS_MAX`] rows of the longest text; a text's
+//! vector does not depend on the texts beside it, nor on its padding.
 
 use std::path::Path;
 use std::{fmt, fs};
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
+use candle_transformers::models::bert::{BertModel, Config};
 use thiserror::Error;
 use tokenizers::{Encoding, Tokenizer};
-
-use crate::bert::{Bert, Config};
 
 /// Any error of a load.
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
@@ -41,11 +41,9 @@ pub enum EmbedError {
 }
 
 /// A tokenizer, and an encoder in the memory of a device.
-#[derive(Debug)]
 pub struct Embedder {
     tokenizer: Tokenizer,
-    bert: Bert,
-    device: Device,
+    bert: BertModel,
     most_tokens: usize,
 }
 
@@ -65,7 +63,7 @@ impl Embedder {
         let tokenizer = tokenizer(&folder.join("tokenizer.json"))?;
         let bert = weights(&folder.join("model.safetensors"), &config, device)?;
         let most_tokens = config.max_position_embeddings;
-        Ok(Self { tokenizer, bert, device: device.clone(), most_tokens })
+        Ok(Self { tokenizer, bert, most_tokens })
     }
 
     /// Returns a vector of length 1 for each text.
@@ -101,9 +99,13 @@ impl Embedder {
         let mask = rows.iter().flat_map(|row| padded(row, Encoding::get_attention_mask));
         let mask: Vec<_> = mask.map(|one| if one == 0 { 0.0_f32 } else { 1.0 }).collect();
         let shape = (rows.len(), length);
-        let ids = Tensor::from_vec(ids, shape, &self.device)?;
-        let mask = Tensor::from_vec(mask, shape, &self.device)?;
-        let vectors: Vec<Vec<f32>> = self.bert.embed(&ids, &mask)?.to_vec2()?;
+        let ids = Tensor::from_vec(ids, shape, &self.bert.device)?;
+        let mask = Tensor::from_vec(mask, shape, &self.bert.device)?;
+        let tokens = self.bert.forward(&ids, &ids.zeros_like()?, Some(&mask))?;
+        // A sum has the direction of the mean, and the length becomes 1.
+        let sums = tokens.broadcast_mul(&mask.unsqueeze(2)?)?.sum(1)?;
+        let lengths = sums.sqr()?.sum_keepdim(1)?.sqrt()?;
+        let vectors: Vec<Vec<f32>> = sums.broadcast_div(&lengths)?.to_vec2()?;
         if vectors.iter().flatten().any(|number| !number.is_finite()) {
             return Err("the model answers with a number that is not finite".into());
         }
@@ -130,7 +132,7 @@ fn tokenizer(path: &Path) -> Result<Tokenizer, String> {
 }
 
 /// Maps the file while its tensors are copied, so that the peak of a load is one copy.
-fn weights(path: &Path, config: &Config, device: &Device) -> Result<Bert, String> {
+fn weights(path: &Path, config: &Config, device: &Device) -> Result<BertModel, String> {
     // candle's error for a missing file would not tell it from a damaged one.
     fs::File::open(path).map_err(|error| is_not(path, "cannot be read", &error))?;
     let files = [path];
@@ -138,6 +140,6 @@ fn weights(path: &Path, config: &Config, device: &Device) -> Result<Bert, String
     // SAFETY: nothing writes or truncates the file during a load. docs/ENGINES.md states that
     // condition for the folder of a model.
     let mapped = unsafe { VarBuilder::from_mmaped_safetensors(&files, DType::F32, device) };
-    let bert = mapped.and_then(|weights| Bert::new(config, &weights));
+    let bert = mapped.and_then(|weights| BertModel::load(weights, config));
     bert.map_err(|error| is_not(path, "does not have the weights of the configuration", &error))
 }

@@ -1,11 +1,10 @@
 //! An embedding service with candle: text in, vectors out, and the model in memory only while it
 //! is used.
 //!
-//! `bert` and `embedder` are the model, and `api` is what clients see. `service` joins them with
-//! lowtide, and `cuda` opens a GPU under a pool governor.
+//! `embedder` is the model, and `api` is what clients see. `service` joins them with lowtide, and
+//! `cuda` opens a GPU under a pool governor.
 
 pub mod api;
-pub mod bert;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod embedder;

@@ -51,7 +51,9 @@ pub(crate) fn model() -> Result<TempDir, BoxError> {
     let config = json!({
         "hidden_size": HIDDEN, "intermediate_size": INSIDE, "num_attention_heads": 2,
         "num_hidden_layers": 2, "max_position_embeddings": POSITIONS, "type_vocab_size": 2,
-        "vocab_size": WORDS.len(), "layer_norm_eps": 1e-12,
+        "vocab_size": WORDS.len(), "layer_norm_eps": 1e-12, "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.1, "initializer_range": 0.02, "pad_token_id": 0,
+        "model_type": "bert",
     });
     fs::write(folder.path().join("config.json"), config.to_string())?;
     let vocabulary: BTreeMap<_, _> = WORDS.iter().zip(0_u32..).collect();
