@@ -174,14 +174,14 @@ impl Sensor for MemorySensor {
         let mut sample =
             Sample { physical: signal.physical, limit: signal.limit, ..Sample::default() };
         sample.has_fit = self.signals.has_fit();
+        sample.in_progress = heap::in_progress();
         sample.anonymous = signal.anonymous.unwrap_or(ByteSize::ZERO);
         let _ = self.add_heap(now, &signal, &mut sample);
         #[cfg(feature = "device")]
         self.arenas.add_to(&mut sample);
         self.leave_out_unreleased(&mut sample, now);
         if let Some(captures) = &mut self.captures {
-            let required = sample.physical.saturating_sub(sample.purgeable);
-            captures.see(now, required, sample.limit.bytes);
+            captures.see(now, sample.required(), sample.limit.bytes);
         }
         sample
     }

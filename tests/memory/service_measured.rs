@@ -6,8 +6,8 @@ use std::convert::Infallible;
 use std::future::Future;
 use std::hint::black_box;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::task::Poll;
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ use tower::util::BoxCloneSyncService;
 use tower::{Layer, Service, service_fn};
 
 use crate::polled::{poll, wait_once};
-use crate::support::Tree;
+use crate::support::{Tree, advance_until};
 
 const MIB: usize = 1 << 20;
 const SMALL: ByteSize = ByteSize::kib(16);
@@ -414,4 +414,31 @@ fn without_a_memory_estimates_are_taken_at_their_word() {
     let mut calls: Vec<_> = (0..9).map(|_| service("/", LARGE)).collect();
     assert!(calls.iter_mut().all(|call| poll(call).is_pending()), "all that fit run at once");
     assert_eq!(admission.ledger(Budget::Host).reserved().get(), 9 * LARGE.get());
+}
+
+/// The bug: memory that a long poll had allocated counted twice until it ended, once as reserved and
+/// once as memory that no request owns. Small requests waited for the end of each such poll.
+#[test]
+fn what_a_poll_has_allocated_is_held_before_the_poll_ends() {
+    let bed: Arc<OnceLock<(Memory, Arc<ManualClock>)>> = Arc::default();
+    let of_handler = Arc::clone(&bed);
+    let parses = handler(move |_| {
+        let bed = Arc::clone(&of_handler);
+        async move {
+            let (memory, clock) = bed.get().expect("it runs");
+            let ledger = memory.admission().ledger(Budget::Host);
+            let reserved = ledger.unheld();
+            assert!(reserved > ByteSize::mib(10), "{reserved}");
+            let kept = block(8);
+            advance_until(clock, Duration::from_millis(10), "a tick sees it", || {
+                ledger.unheld() <= reserved.saturating_sub(ByteSize::mib(8))
+            });
+            drop(kept);
+        }
+    });
+    let mut service = Bed::new(parses);
+    let running = (service.memory.clone(), Arc::clone(&service.clock));
+    assert!(bed.set(running).is_ok(), "set once");
+    assert_eq!(service.call("/", LARGE).err(), Some(StatusCode::OK));
+    assert_eq!(service.reserved(), ByteSize::ZERO);
 }

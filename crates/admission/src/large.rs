@@ -313,12 +313,9 @@ impl LargeRequests {
         let since = registry.held_up_since.unwrap_or(now);
         registry.held_up_since = is_held_up.then_some(since);
         let is_free = !is_held_up || now - since >= GRACE;
-        let worst = worst.filter(|_| level == Level::Critical && is_free);
-        if worst.is_some() {
+        if let Some((_, request)) = worst.filter(|_| level == Level::Critical && is_free) {
             registry.held_up_since = Some(now);
-        }
-        drop(registry);
-        if let Some((_, request)) = worst {
+            drop(registry);
             request.cancel();
         }
     }

@@ -122,6 +122,8 @@ pub struct Ledger {
     settled: AtomicU64,
     /// The part of the requests' reservations that they do not hold, as far as they are measured.
     pub(crate) unheld: AtomicU64,
+    /// What work in progress had taken of it at the last tick.
+    pub(crate) taken: AtomicU64,
     /// The part of the requests' reservations whose need was not known when they were admitted.
     pub(crate) unlearned: AtomicU64,
     /// The part of the requests' reservations that belongs to suspended ones.
@@ -141,8 +143,8 @@ impl Ledger {
         debug_assert!(self.reserved().is_zero(), "{} are reserved", self.reserved());
         let Self { alone, alone_resources, single, reserved_headroom, drain, pause_ms, .. } = self;
         let Self { units, resource_reservations, settled, .. } = self;
-        let Self { unheld, unlearned, suspended, observed, .. } = self;
-        let resources = [units, resource_reservations, settled, alone_resources];
+        let Self { unheld, taken, unlearned, suspended, observed, .. } = self;
+        let resources = [units, resource_reservations, settled, alone_resources, taken];
         let requests = [&self.reserved.0, unheld, unlearned, suspended, observed, alone, single];
         let sharing = [reserved_headroom, drain, pause_ms];
         for figure in resources.into_iter().chain(requests).chain(sharing) {
@@ -446,9 +448,11 @@ impl Ledger {
         self.release(ByteSize::new(hold.units));
     }
 
-    /// Returns the bytes that measured requests have reserved and do not hold.
+    /// Returns the bytes that measured requests have reserved and do not hold, also not in work
+    /// that was in progress at the last tick.
     pub fn unheld(&self) -> ByteSize {
-        ByteSize::new(self.unheld.load(Ordering::Relaxed))
+        let taken = self.taken.load(Ordering::Relaxed);
+        ByteSize::new(self.unheld.load(Ordering::Relaxed).saturating_sub(taken))
     }
 
     /// Returns `true` if suspended requests may reserve more, and further ones be suspended: they

@@ -48,7 +48,7 @@ mod unwind;
 
 pub use lowtide_core::{ByteSize, clock, decay};
 
-pub use account::{Account, AccountMemory, is_measured, unmeasured};
+pub use account::{Account, AccountMemory, in_progress, is_measured, unmeasured};
 #[cfg(feature = "profiling")]
 pub use allocations::{AllocationProfile, AllocationStack, take_profile, write_profile};
 pub use allocator::{Heap, is_global, serves_c};

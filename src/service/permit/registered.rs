@@ -96,9 +96,7 @@ impl LargeRequest for WeakPermit {
 
     fn wake(&self) {
         let waker = self.0.upgrade().and_then(|account| lock(&account.owner().held).waker.take());
-        if let Some(waker) = waker {
-            waker.wake();
-        }
+        waker.into_iter().for_each(std::task::Waker::wake);
     }
 
     fn check_time(&self, now: Moment) {

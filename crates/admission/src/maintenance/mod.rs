@@ -75,6 +75,9 @@ pub struct Sample {
     pub limit: Limit,
     /// `true` while a fit is in force, even if it is not what limits the host any more.
     pub has_fit: bool,
+    /// What work in progress has taken of the reservations of its requests, which is reported when
+    /// it ends.
+    pub in_progress: ByteSize,
     /// Bytes of live blocks on the heap.
     pub heap_live: ByteSize,
     /// Bytes of heap pages with live blocks.
@@ -265,6 +268,7 @@ impl Maintenance {
         {
             sample.limit = last.limit;
         }
+        self.admission.state().host.taken.store(sample.in_progress.get(), Ordering::Relaxed);
         // Once: it sums counters of all threads.
         let stats = self.admission.stats();
         self.account(&sample, &stats, now);

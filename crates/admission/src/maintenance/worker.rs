@@ -177,8 +177,7 @@ impl<'a> ControlLoop<'a> {
         let now = clock.now();
         self.maintenance.state.note_tick(now - self.due);
         // A sensor that panics costs its tick, not the thread: the allowances stay unchanged.
-        let ticked = caught(|| self.maintenance.tick(now));
-        let (next, is_urgent) = match ticked {
+        let (next, is_urgent) = match caught(|| self.maintenance.tick(now)) {
             Ok(_) => (self.maintenance.next_tick(), self.maintenance.may_fill_up),
             Err(_) => (now + self.maintenance.settings.idle_tick, false),
         };

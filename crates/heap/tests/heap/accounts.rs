@@ -54,6 +54,37 @@ fn bytes_count_for_the_innermost_account() {
     assert_eq!([mib(&outer), mib(&inner)], [[9, 9], [0, 2]]);
 }
 
+/// The bug: what one long piece of work held was unknown until it ended.
+#[test]
+fn other_threads_see_what_work_in_progress_has_taken_of_its_amount() {
+    let account = account();
+    let seen = || {
+        let look = || heap::in_progress().get() >> 20;
+        thread::spawn(look).join().expect("no panic")
+    };
+    let work = || {
+        let mut kept = vec![block(2)];
+        assert_eq!(seen(), 2);
+        kept.push(block(3));
+        assert_eq!(seen(), 5);
+        kept.remove(0);
+        assert_eq!(seen(), 3);
+        account.adopt(ByteSize::ZERO);
+        assert_eq!((seen(), mib(&account)), (0, [3, 5]), "it is charged");
+        kept.push(block(16));
+        assert_eq!(seen(), 4, "of 8 MiB 3 are charged, and a part of one that others took");
+        kept
+    };
+    let on_another = thread::scope(|scope| {
+        let kept = scope.spawn(|| account.run_within(ByteSize::mib(8), work));
+        kept.join().expect("no panic")
+    });
+    assert_eq!((seen(), mib(&account)), (0, [19, 19]));
+    let none = account.run_within(ByteSize::kib(255), || (block(2), seen()));
+    assert_eq!(none.1, 0, "small work is not read");
+    drop((on_another, none));
+}
+
 #[test]
 fn blocks_of_others_that_an_account_frees_lend_it_nothing() {
     let account = account();
