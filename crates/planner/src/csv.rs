@@ -5,28 +5,18 @@
 //! `upper` is the first step at which a buffer is not live, `end` the last at which it is. Gaps are
 //! separated by spaces: `3-5` needs no memory at steps 3 and 4, `3-5@0:16` only the first 16 bytes.
 //! Hints are ignored. An empty line ends the file. Quoting is not supported.
-//!
-//! Invariant: a written problem reads as the same problem, except for shared memory and roles.
 
 use std::borrow::Cow;
 use std::io;
-use std::io::{BufRead, BufReader, Read, Write};
-use std::ops::Range;
+use std::io::{BufRead, BufReader, Read};
 
 use lowtide_core::bytes::ByteSize;
 
 use super::error::PlanError;
-use super::planned::Plan;
-use super::problem::{Demand, Gap, Problem, Role};
+use super::problem::{Demand, Gap, Problem};
 
 /// The longest line that is read: room for some ten thousand gaps.
 const LINE_MAX: u64 = 1 << 20;
-
-impl From<io::Error> for PlanError {
-    fn from(error: io::Error) -> Self {
-        Self::Unwritable(error.kind())
-    }
-}
 
 impl PlanError {
     fn at(self, line: u64) -> Self {
@@ -71,68 +61,6 @@ impl Problem {
             added.map_err(|fault| fault.at(number))?;
         }
     }
-
-    /// Writes the problem, with the offsets of a plan, or the fixed offsets if there is none.
-    /// Inputs and outputs are written with their extended lifetimes; external buffers are omitted.
-    /// The column of ends is `end`, the last step, if `is_inclusive`, and `upper` otherwise.
-    ///
-    /// # Errors
-    /// [`PlanError`] if the file cannot be written, or a buffer shares memory of another.
-    pub fn write_csv(
-        &self,
-        mut to: impl Write,
-        is_inclusive: bool,
-        plan: Option<&Plan>,
-    ) -> Result<(), PlanError> {
-        let has_segments = plan.is_some_and(|plan| plan.segments().len() > 1);
-        let own = || self.demands().iter().filter(|demand| demand.role != Role::External);
-        let aligned = own().any(|demand| demand.align > 1);
-        let placed = plan.is_some() || own().any(|demand| demand.offset.is_some());
-        let gaps = own().any(|demand| !demand.gaps.is_empty());
-        write!(to, "id,lower,{},size", if is_inclusive { "end" } else { "upper" })?;
-        for (column, is_there) in [("alignment", aligned), ("offset", placed), ("gaps", gaps)] {
-            if is_there {
-                write!(to, ",{column}")?;
-            }
-        }
-        writeln!(to)?;
-        let span = self.span();
-        for (id, demand) in self.ids().zip(self.demands()) {
-            if demand.role == Role::External {
-                continue;
-            }
-            let Range { start, end } = self.held(demand, &span);
-            let end = if is_inclusive { end.checked_sub(1) } else { Some(end) };
-            let is_plain = !demand.name.contains([',', '\n', '\r']);
-            let Some(end) =
-                end.filter(|_| is_plain && !has_segments && self.unions.over(id.0).is_none())
-            else {
-                return Err(PlanError::Inexpressible { name: demand.name.clone() });
-            };
-            write!(to, "{},{start},{end},{}", demand.name, demand.size.get())?;
-            if aligned {
-                write!(to, ",{}", demand.align)?;
-            }
-            if placed {
-                let offset = plan.map(|plan| plan.offset(id)).or(demand.offset);
-                write!(to, ",{}", offset.map_or_else(String::new, |offset| offset.to_string()))?;
-            }
-            if gaps {
-                write!(to, ",{}", written(&demand.gaps))?;
-            }
-            writeln!(to)?;
-        }
-        Ok(to.flush()?)
-    }
-}
-
-fn written(gaps: &[Gap]) -> String {
-    let one = |gap: &Gap| {
-        let window = gap.window.as_ref();
-        let window = window.map_or_else(String::new, |of| format!("@{}:{}", of.start, of.end));
-        format!("{}-{}{window}", gap.span.start, gap.span.end)
-    };
-    gaps.iter().map(one).collect::<Vec<_>>().join(" ")
 }
 
 /// The index of each column.

@@ -267,18 +267,6 @@ pub enum PlanError {
     /// There is a line after the empty line that ends the file.
     #[error("unexpected line after the empty line that ends the file")]
     AfterEnd,
-    /// A file cannot be written.
-    #[error("cannot write the file: {0}")]
-    Unwritable(io::ErrorKind),
-    /// The format of a file cannot express a property of a buffer.
-    #[error(
-        "{name}: the format does not support names with a comma, shared memory, or several \
-        segments"
-    )]
-    Inexpressible {
-        /// The buffer.
-        name: String,
-    },
     /// A request does not fit the rest of a [`Bump`](super::Bump) block.
     #[error("no room for {requested}: {left} of {capacity} are left")]
     BumpFull {

@@ -194,15 +194,6 @@ fn a_wrong_file_is_refused_with_the_line() {
 }
 
 #[test]
-fn what_a_file_cannot_say_is_not_written() {
-    let mut problem = two();
-    let ids: Vec<_> = problem.ids().collect();
-    problem.view(ids[1], ids[0], 0).expect("they are as large");
-    let found = problem.write_csv(Vec::new(), false, None).expect_err("it shares");
-    assert!(found.to_string().starts_with("b: "));
-}
-
-#[test]
 fn extreme_steps_and_sizes_do_not_overflow() {
     let mut problem = Problem::new();
     let large = ByteSize::new(1 << 60);
