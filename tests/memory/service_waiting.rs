@@ -24,7 +24,7 @@ use test_fork::test;
 use tower::{Layer, Service, service_fn};
 
 use crate::polled::{poll, wait_once};
-use crate::support::{Tree, advance_until};
+use crate::support::{Tree, advance_until, until};
 
 const SMALL: ByteSize = ByteSize::mib(1);
 const TICK: Duration = Duration::from_millis(10);
@@ -76,8 +76,12 @@ impl Bed {
         let ledger = self.memory.admission().ledger(Budget::Host);
         let left = || Cost::host(ledger.allowance().saturating_sub(ledger.reserved()));
         // A tick may change the allowance meanwhile.
-        let mut tries = (0..100).map(|_| self.memory.admission().try_admit(left()));
-        tries.find_map(Result::ok).expect("it fits")
+        let mut permit = None;
+        until("it fits", || {
+            permit = self.memory.admission().try_admit(left()).ok();
+            permit.is_some()
+        });
+        permit.expect("it fits")
     }
 
     pub(crate) fn stats(&self) -> AdmissionStats {
