@@ -155,7 +155,7 @@ impl ConnectionTable {
         }
         let Some(at) = self.least_active(most, now, grace) else {
             let due = self.open.iter().map(|state| state.moved() + grace);
-            self.earliest = due.filter(|due| *due > now).min().unwrap_or(Moment::NEVER);
+            self.earliest = due.filter(|due| *due > now).min().unwrap_or(now + grace);
             return Err(self.earliest);
         };
         let pace = grace * PACE / u32::try_from(most).unwrap_or(u32::MAX);

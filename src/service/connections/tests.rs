@@ -200,6 +200,25 @@ fn idle_connections_are_closed_one_after_the_other() {
     }
 }
 
+/// The bug: once the server had worked on all of at most three places for longer than the grace
+/// period, no connection was ever closed for another again, and idle ones kept their places.
+#[test]
+fn an_idle_connection_is_closed_for_another_also_after_all_were_busy() {
+    for most in 1..=4 {
+        let (connections, clock, _) = connections(most);
+        let all: Vec<_> = (0..most).map(|_| opened(&connections)).collect();
+        let work: Vec<_> = all
+            .iter()
+            .map(|it| it.service(Keeps::default()).call(Request::new(Scripted::default())))
+            .collect();
+        clock.advance(2 * SECOND);
+        assert_eq!(connections.open().is_some(), most > 3, "{most}: all are busy");
+        drop(work);
+        clock.advance(2 * SECOND);
+        assert!(connections.open().is_some(), "{most}: all are idle");
+    }
+}
+
 #[test]
 fn a_connection_on_which_the_server_works_is_kept_longest() {
     let (connections, clock, _) = connections(3);
