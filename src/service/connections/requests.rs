@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::task::{Context, Poll, ready};
 
 use http::header::CONNECTION;
-use http::{HeaderValue, Request, Response, Version};
+use http::{HeaderValue, Request, Response, StatusCode, Version};
 use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
 use tower_service::Service;
@@ -149,15 +149,15 @@ where
         let this = self.project();
         let mut response = ready!(this.future.poll(cx))?;
         let upgraded = response.extensions_mut().remove::<Upgraded>();
-        if upgraded.is_some() && *this.version < Version::HTTP_2 {
+        let is_http2 = *this.version >= Version::HTTP_2;
+        if upgraded.is_some() && !is_http2 {
             *lock(&this.open.state.upgraded) = upgraded;
         }
-        if this.admission.level() >= Level::High && !this.admission.state().observes() {
-            if *this.version < Version::HTTP_2 {
-                response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
-            } else {
-                this.open.state.set(&this.open.state.is_ending);
-            }
+        let is_last = this.admission.level() >= Level::High && !this.admission.state().observes();
+        if is_last && is_http2 {
+            this.open.state.set(&this.open.state.is_ending);
+        } else if is_last && response.status() != StatusCode::SWITCHING_PROTOCOLS {
+            response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
         }
         this.open.set(SENDS, true);
         let open = Arc::clone(this.open);

@@ -429,6 +429,22 @@ fn a_response_at_level_high_is_the_last_of_its_connection() {
     }
 }
 
+/// The bug: at level high the header with which an answer switches protocols was replaced, so that
+/// every handshake of a WebSocket failed.
+#[test]
+fn an_answer_that_switches_protocols_keeps_its_header_at_level_high() {
+    let (connections, _, admission) = connections(1);
+    let connection = opened(&connections);
+    admission.set_level(Level::High);
+    let switches = tower::service_fn(async |_: Request<ConnectionBody<Scripted>>| {
+        let answer = Response::builder().status(101).header(CONNECTION, "upgrade");
+        Ok::<_, Infallible>(answer.body(Scripted::default()).expect("a valid head"))
+    });
+    let mut answer = pin!(connection.service(switches).call(Request::new(Scripted::default())));
+    let Poll::Ready(Ok(answer)) = answer.as_mut().poll(&mut noop()) else { panic!("it answers") };
+    assert_eq!(answer.headers()[CONNECTION], "upgrade");
+}
+
 #[test]
 fn connections_fill_a_quarter_of_the_ceiling_at_most() {
     let (connections, _, _) = connections(1000);
