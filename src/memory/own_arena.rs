@@ -36,7 +36,8 @@ const CHANGE_MIN: ByteSize = ByteSize::mib(4);
 pub(super) struct OwnArena {
     name: String,
     arena: Mutex<Option<HostArena>>,
-    /// The growth of the process around the last load, if it was measured.
+    /// The growth of the process around the last load for which it was measured: that of a later
+    /// load, which did not run alone, is no less.
     grown: Mutex<Option<ByteSize>>,
     /// A device arena that contains only the resource's memory.
     #[cfg_attr(not(feature = "device"), expect(dead_code, reason = "there is none"))]
@@ -57,16 +58,10 @@ impl OwnArena {
         Arc::new(Self { name, arena, grown, device, shared: Arc::downgrade(shared) })
     }
 
-    fn take(&self) -> Option<HostArena> {
-        lock(&self.arena).take()
-    }
-
     /// Creates a heap arena of this name.
     fn arena(&self) -> Option<HostArena> {
-        if !heap::is_global() {
-            return None;
-        }
-        HostArena::new(&self.name).map_err(|error| self.report_shared_heap(&error)).ok()
+        let arena = heap::is_global().then(|| HostArena::new(&self.name))?;
+        arena.map_err(|error| self.report_shared_heap(&error)).ok()
     }
 
     /// Returns the bytes of pages in the arena.
@@ -77,31 +72,35 @@ impl OwnArena {
     /// Measures a finished load by the growth of the process, and adds a diagnostic.
     fn settle_growth(&self, shared: &Shared, before: &Before) {
         let start = format!("{:?} ", self.name);
-        let growth = before.growth(shared);
-        let diagnostic = if growth <= CHANGE_MIN {
-            return;
-        } else if before.is_alone(shared) {
-            // Temporary memory of the load, such as the file, has been freed by now.
-            let _ = shared.purge(Trigger::Load);
-            let growth = before.growth(shared);
-            if growth <= CHANGE_MIN || !before.is_alone(shared) {
+        let mut growth = before.growth(shared);
+        let diagnostic = if before.is_alone(shared) {
+            if growth > CHANGE_MIN {
+                // Temporary memory of the load, such as the file, has been freed by now.
+                let _ = shared.purge(Trigger::Load);
+                growth = before.growth(shared);
+            }
+            if !before.is_alone(shared) {
                 return;
             }
-            let grown = growth.saturating_add(self.arena_active().unwrap_or_default());
-            *lock(&self.grown) = Some(grown);
+            let active = || self.arena_active().unwrap_or_default();
+            let grown = (growth > CHANGE_MIN).then(|| growth.saturating_add(active()));
+            *lock(&self.grown) = grown;
+            let Some(grown) = grown else { return };
             let text = format!(
                 "{start}uses memory of C or C++ code, which jemalloc does not manage in this \
                  build: measured as {grown} by the growth of the process; feature `interpose` \
                  measures it exactly"
             );
             Diagnostic::info("resources", text)
-        } else {
+        } else if growth > CHANGE_MIN {
             let text = format!(
                 "{start}may use memory of C or C++ code, which jemalloc does not manage in this \
                  build: the process grew by {growth} outside jemalloc during the load; not \
                  measured, because it was not loaded alone; expected feature `interpose`"
             );
             Diagnostic::warning("resources", text)
+        } else {
+            return;
         };
         shared.add_diagnostic_once(&start, diagnostic);
     }
@@ -230,7 +229,7 @@ impl LoadScope for OwnArena {
     fn unload(&self, unload: &mut dyn FnMut()) -> Option<Cost> {
         #[cfg(feature = "device")]
         let before = self.device.as_ref().map(|device| (device, device.snapshot().committed));
-        let host = self.unload_from_heap(unload).max(lock(&self.grown).take());
+        let host = self.unload_from_heap(unload).max(*lock(&self.grown));
         unload(); // where it has not run
         #[cfg(feature = "device")]
         let device = before.map(|(device, before)| {
@@ -272,7 +271,7 @@ impl OwnArena {
 
     /// Runs the clean-up. Returns the bytes that the heap arena released, if there is one.
     fn unload_from_heap(&self, unload: &mut dyn FnMut()) -> Option<ByteSize> {
-        let arena = self.take()?;
+        let arena = lock(&self.arena).take()?;
         let before = arena.stats().map(|stats| stats.active).unwrap_or_default();
         // In a scope, so that freed memory does not stay in this thread's cache.
         if arena.scope(&mut *unload).is_err() {

@@ -146,6 +146,55 @@ fn what_a_resource_holds_in_its_device_arena_is_found_booked_and_given_back() {
     }
 }
 
+/// Memory of C code, which is in no arena of jemalloc.
+struct Engine(usize);
+
+#[expect(unsafe_code, reason = "C code allocates by `malloc`")]
+impl Engine {
+    const SIZE: usize = 64 << 20;
+
+    fn load() -> Self {
+        // SAFETY: has no preconditions.
+        let at = unsafe { libc::malloc(Self::SIZE) };
+        assert!(!at.is_null(), "no memory");
+        // SAFETY: the block is that large, and nothing else refers to it.
+        unsafe { libc::memset(at, 1, Self::SIZE) };
+        Self(at.expose_provenance())
+    }
+}
+
+#[expect(unsafe_code, reason = "C code frees by `free`")]
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // SAFETY: `load` has allocated the block, and it is freed once.
+        unsafe { libc::free(std::ptr::with_exposed_provenance_mut(self.0)) };
+    }
+}
+
+/// The bug: a second load, beside requests and so not measured, was taken to hold its heap arena
+/// alone, and the next one reserved too little.
+#[test]
+fn what_was_measured_of_c_code_is_kept_for_a_load_that_cannot_be_measured() {
+    let memory = Memory::builder().start().expect("starts");
+    let engine = memory.managed("engine", || Ok(Engine::load())).register().expect("registered");
+    let load = || {
+        drop(engine.acquire_blocking().expect("loads"));
+        engine.stats().measured.map_or(ByteSize::ZERO, |measured| measured.host)
+    };
+    let most = ByteSize::of(Engine::SIZE);
+    let alone = load();
+    if alone < most.scaled(0.9) {
+        println!("skipped: this process does not run alone, or jemalloc serves C code");
+        return;
+    }
+    assert!(engine.unload_now(SOON).expect("free"));
+    let request = || memory.admission().try_admit(Cost::host(ByteSize::kib(16))).expect("fits");
+    let requests = [request(), request()];
+    assert_eq!(load(), alone);
+    drop(requests);
+    assert!(memory.shutdown_blocking(SOON).is_clean());
+}
+
 #[test]
 fn a_load_that_fails_or_panics_leaves_the_arena_to_the_next() {
     let memory = Memory::builder().start().expect("starts");
