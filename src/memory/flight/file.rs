@@ -17,10 +17,9 @@
 //! continue and the recording is lost; if it is truncated, they fail.
 #![expect(unsafe_code, reason = "flock, mmap and what allocates and copies are C calls")]
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, Permissions};
 use std::io::{self, Read as _};
-use std::os::fd::AsRawFd as _;
-use std::os::unix::fs::{FileExt as _, FileTypeExt as _, OpenOptionsExt as _};
+use std::os::unix::prelude::*;
 use std::path::{Path, PathBuf};
 use std::ptr::{self, NonNull};
 
@@ -112,6 +111,8 @@ impl LockedFile {
         }
         let (file, path) = (self.file.file(), || self.path.clone());
         let io = |act| move |error| FlightError::Io { act, path: path(), error };
+        // It may have been made with another mode; some file systems have none.
+        let _ = file.set_permissions(Permissions::from_mode(MODE));
         let length = file.set_len(FILE_BYTES as u64).and_then(|()| allocate(file));
         let filled = length.map_err(|error| FlightError::Allocate { path: path(), error });
         let mapped = filled.and_then(|()| {

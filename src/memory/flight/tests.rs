@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::fs::File;
-use std::os::unix::fs::{FileExt as _, symlink};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _, symlink};
 use std::path::Path;
 use std::time::Duration;
 
@@ -440,6 +440,17 @@ fn a_file_of_something_else_is_left_as_it_is() {
     fs::write(&path, "precious").expect("written");
     assert!(matches!(opened(&path), Err(FlightError::Foreign { .. })));
     assert_eq!(fs::read(&path).expect("there"), b"precious");
+}
+
+/// The bug: a file that was there before, as `touch` makes it, could be read by all users.
+#[test]
+fn only_the_services_user_reads_a_recording_also_in_a_file_that_was_there() {
+    let folder = folder();
+    let path = folder.path().join("recording");
+    fs::write(&path, "").expect("created");
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).expect("its own");
+    recorded(&path);
+    assert_eq!(fs::metadata(&path).expect("there").mode() & 0o777, 0o600);
 }
 
 #[test]
