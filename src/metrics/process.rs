@@ -44,7 +44,7 @@ impl ProcessStats {
         let since_boot = time(field(22)?);
         Some(Self {
             cpu: Some(time(field(14)?.saturating_add(field(15)?))),
-            start: boot.map(|boot| boot + since_boot),
+            start: boot.map(|boot| boot.saturating_add(since_boot)),
             threads: Some(field(20)?),
             address_space: Some(ByteSize::new(field(23)?)),
             ..Self::default()
@@ -108,6 +108,9 @@ mod tests {
         };
         assert_eq!(ProcessStats::parse(text, Some(boot)), Some(expected));
         assert_eq!(ProcessStats::parse(text, None), Some(ProcessStats { start: None, ..expected }));
+        // The bug: a nonsensical time of the boot was a panic.
+        let late = ProcessStats::parse(text, Some(Duration::MAX)).and_then(|stats| stats.start);
+        assert_eq!(late, Some(Duration::MAX));
         for text in ["", "42 (a", "42 (a) S 1", "42 (a) S 1 42 42 0 -1 4194304 900 0 0 0 x 75"] {
             assert_eq!(ProcessStats::parse(text, Some(boot)), None, "{text:?}");
         }
