@@ -33,7 +33,7 @@ const TEXT_MAX: usize = 400;
 const MERGED: Duration = Duration::from_secs(60);
 /// An episode of rejections ends after this time without one.
 const EPISODE_GAP: Duration = Duration::from_secs(30);
-/// Log lines about levels at once, and the time for one more.
+/// Log lines about levels, or about the limit, at once, and the time for one more.
 const LINES: (u32, Duration) = (10, Duration::from_secs(10));
 
 /// An event.
@@ -46,7 +46,7 @@ pub struct Event {
     /// The time of its first occurrence.
     pub since: Duration,
     /// The kind: `purge`, `level`, `limit`, `sleep`, `wake`, `load`, `unload`, `evict`, `reclaim`,
-    /// `reject`, `cancel`, `kill`, `diagnostic` or `admin`.
+    /// `reject`, `observe`, `cancel`, `kill`, `diagnostic` or `admin`.
     pub kind: Cow<'static, str>,
     /// The subject: an arena, a resource, a reclaimer, a budget, a trigger, a route, a reason.
     pub about: String,
@@ -132,12 +132,14 @@ pub(super) struct Watch {
     kills_logged: u64,
     episode: Option<Episode>,
     lines: TokenBucket,
+    /// The same for lines about the limit, which moves with the memory of others in its cgroup.
+    limits: TokenBucket,
 }
 
 impl Default for Watch {
     fn default() -> Self {
-        let lines = TokenBucket::new(LINES.0, LINES.1, Moment::ORIGIN);
-        Self { seen: None, kills_logged: 0, episode: None, lines }
+        let lines = || TokenBucket::new(LINES.0, LINES.1, Moment::ORIGIN);
+        Self { seen: None, kills_logged: 0, episode: None, lines: lines(), limits: lines() }
     }
 }
 
@@ -183,7 +185,7 @@ impl Watch {
             events.add_event(snapshot.since_epoch, kind, about, amount, text);
         });
         self.log_level(now, &before);
-        if snapshot.limit() != was.limit() {
+        if snapshot.limit() != was.limit() && self.limits.take(snapshot.now).is_ok() {
             let (limit, was) = (shown(snapshot.limit()), shown(was.limit()));
             let source = snapshot.signal.limit.source.name();
             log!(info, target: "lowtide", limit, was, source, "memory limit changed");
@@ -419,6 +421,8 @@ fn resource_since(
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use lowtide_admission::ReclaimerStats;
 
     use super::*;
@@ -535,6 +539,53 @@ mod tests {
         let after = Publication { entered: [1, 1, 1, 1], ..before.clone() };
         let expected = ["level host: pressure none, was none, reached critical"];
         assert_eq!(told(&after, &before), expected);
+    }
+
+    /// The bug: a limit that moves with the memory of others, as that of an ancestor of the cgroup,
+    /// was a line of the log each second.
+    #[test]
+    fn a_limit_that_moves_all_the_time_is_logged_rarely() {
+        let memory = crate::Memory::builder().detached().start().expect("it needs nothing");
+        let (mut watch, events) = (Watch::default(), EventLog::default());
+        let lines = Lines::default();
+        tracing::subscriber::with_default(lines.clone(), || {
+            for second in 0..600 {
+                let mut now = published(&memory);
+                now.snapshot.now = Moment::after_origin(Duration::from_secs(second));
+                now.snapshot.signal.limit.bytes = ByteSize::mib(1000 + second % 2);
+                watch.see(&Arc::new(now), &events);
+            }
+        });
+        let count = lines.0.load(Ordering::Relaxed);
+        assert!((10..=70).contains(&count), "{count} in ten minutes");
+    }
+
+    /// Counts log lines about the limit.
+    #[derive(Clone, Default)]
+    struct Lines(Arc<AtomicUsize>);
+
+    impl tracing::Subscriber for Lines {
+        fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+            true
+        }
+
+        fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+            tracing::span::Id::from_u64(1)
+        }
+
+        fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+        fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+        fn event(&self, event: &tracing::Event<'_>) {
+            if format!("{event:?}").contains("memory limit changed") {
+                self.0.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+
+        fn enter(&self, _: &tracing::span::Id) {}
+
+        fn exit(&self, _: &tracing::span::Id) {}
     }
 
     #[test]

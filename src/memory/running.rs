@@ -167,8 +167,7 @@ impl Drop for RunningMemory {
         }
         let Threads { started, stop, .. } = &self.threads;
         let was_running = lock(started).len() >= THREADS && !stop.load(Ordering::Acquire);
-        let panics = std::thread::panicking();
-        self.flight.end(if panics { RunEnd::Panicked } else { RunEnd::Dropped });
+        self.flight.end(if std::thread::panicking() { RunEnd::Panicked } else { RunEnd::Dropped });
         self.state.close();
         self.threads.end();
         self.threads.wait_for_recorder();
