@@ -153,7 +153,7 @@ pub fn rejection(rejected: &Rejected) -> Response<String> {
 /// Returns the answer to a request whose resource cannot be acquired, as problem+json: always 503,
 /// because the request is not too large. Retry-After is set if a retry may succeed
 /// ([`ResourceError::retry_after`]). It is absent if an operator has to act first, for example if
-/// the resource's cost is above the ceiling.
+/// the resource's cost is above the ceiling. The loader's error is for the log, not for clients.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -174,6 +174,7 @@ pub fn rejection(rejected: &Rejected) -> Response<String> {
 pub fn unavailable(error: &ResourceError) -> Response<String> {
     let detail = match error {
         ResourceError::Rejected { rejected, .. } => detail(rejected),
+        ResourceError::Load { .. } => "a model or another resource cannot be loaded now".into(),
         other => other.to_string().into(),
     };
     let (status, title) = (StatusCode::SERVICE_UNAVAILABLE, "resource not available");
@@ -297,6 +298,7 @@ impl<Q: Body> Future for Drain<Q> {
 mod tests {
     use super::*;
     use crate::bytes::ByteSize;
+    use lowtide_admission::LoadFailure;
 
     fn head(content_type: Option<&str>) -> Parts {
         let request = http::Request::post("/");
@@ -348,6 +350,17 @@ mod tests {
         let body: serde_json::Value =
             serde_json::from_str(unavailable(&acquire).body()).expect("JSON");
         assert!(!digits(body["detail"].as_str().expect("a text")), "{body}");
+    }
+
+    /// The bug: clients read the path of a model's file.
+    #[test]
+    fn strangers_learn_nothing_of_the_error_of_a_loader() {
+        let failure = LoadFailure::Panicked("/models/secret.bin: no such file".into());
+        let retry_in = Duration::from_secs(3);
+        let failed = ResourceError::Load { name: "model".into(), failure, retry_in };
+        let answer = unavailable(&failed);
+        assert!(!answer.body().contains("secret"), "{}", answer.body());
+        assert_eq!(answer.headers()["retry-after"], "3");
     }
 
     #[test]
