@@ -172,13 +172,12 @@ impl Drop for RunningMemory {
         self.threads.end();
         self.threads.wait_for_recorder();
         self.claim.release();
-        if was_running {
-            log!(
-                warn,
-                target: "lowtide",
-                requests_held = self.admission.stats().held(),
-                "memory manager dropped without shutdown"
-            );
+        let requests_held = self.admission.stats().held();
+        if was_running && requests_held > 0 {
+            log!(warn, target: "lowtide", requests_held, "memory manager dropped without shutdown");
+        } else if was_running {
+            // Perhaps by an error that ends `main`, which is logged after this.
+            log!(debug, target: "lowtide", "memory manager dropped without shutdown");
         }
     }
 }

@@ -678,14 +678,22 @@ fn a_service_that_is_to_end_says_so_once() {
     assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
-/// The bug: protection ended without a word when the last handle was dropped.
+/// The bugs: protection ended without a word when the last handle was dropped; and a `main` that
+/// ended by an error warned of it before the error, although nothing ran.
 #[test]
-fn dropping_the_last_handle_without_a_shutdown_logs_a_warning() {
+fn dropping_the_last_handle_without_a_shutdown_logs_a_warning_if_requests_run() {
     let warning = (tracing::Level::WARN, "memory manager dropped without shutdown".to_owned());
     let memory = quiet().start().expect("starts");
     let admission = memory.admission().clone();
+    let permit = admission.try_admit(Cost::host(ByteSize::mib(1))).expect("fits");
     assert!(!Log::of(|| drop(memory)).contains(&warning), "a handle is left");
     assert_eq!(Log::of(|| drop(admission)), std::slice::from_ref(&warning));
+    drop(permit);
+    until_no_threads();
+
+    let memory = quiet().start().expect("starts");
+    let idle = Log::of(|| drop(memory));
+    assert_eq!(idle, [(tracing::Level::DEBUG, warning.1.clone())], "nothing runs");
     until_no_threads();
 
     let memory = quiet().start().expect("starts");
