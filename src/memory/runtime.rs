@@ -24,9 +24,13 @@ impl Memory {
     /// Returns a future that completes when the process is asked to end: by SIGTERM or SIGINT, or
     /// because memory is exhausted and the policy is
     /// [`ExhaustionPolicy::Exit`](crate::config::ExhaustionPolicy::Exit). From then on `/readyz`
-    /// answers 503, so that load balancers choose another instance. Pass it to the server's
-    /// graceful shutdown, and the server to [`Memory::serve`]. The library itself never ends the
-    /// process.
+    /// answers 503. Pass it to the server's graceful shutdown, and the server to
+    /// [`Memory::serve`]. The library itself never ends the process.
+    ///
+    /// A graceful shutdown closes the service's port at once, so only a separate port for operators
+    /// can still answer 503. To drain before it, so that load balancers choose another instance,
+    /// sleep after this future in the one that the server gets: until the sleep ends, the service
+    /// serves, as after [`Memory::set_ending`]. The `grace` of [`Memory::serve`] includes that time.
     ///
     /// The signals are handled from this call on, and never end the process by themselves any more.
     ///
@@ -51,11 +55,11 @@ impl Memory {
         })
     }
 
-    /// Waits until the server has ended, or for `drain` after the process was asked to end
+    /// Waits until the server has ended, or for `grace` after the process was asked to end
     /// ([`Memory::terminated`]), and then shuts the manager down; resources have 5 s for that.
     ///
     /// A server that shuts down gracefully waits for open streams, upgraded connections and clients
-    /// that send half a request: without a bound, for ever. What is still open after `drain` is cut
+    /// that send half a request: without a bound, for ever. What is still open after `grace` is cut
     /// when the runtime ends; requests among it are logged, and are no error.
     ///
     /// ```no_run
@@ -79,21 +83,21 @@ impl Memory {
     pub async fn serve<E: Into<BoxError>>(
         &self,
         server: impl IntoFuture<Output = Result<(), E>>,
-        drain: Duration,
+        grace: Duration,
     ) -> Result<(), BoxError> {
         let asked = self.terminated()?;
-        let mut late = pin!(async { (asked.await, sleep(drain).await) });
+        let mut late = pin!(async { (asked.await, sleep(grace).await) });
         let mut server = pin!(server.into_future());
         let served = poll_fn(|cx| match server.as_mut().poll(cx) {
             Poll::Ready(served) => Poll::Ready(Some(served)),
             Poll::Pending => late.as_mut().poll(cx).map(|_| None),
         });
         let served = served.await;
-        // With a drain of 10 s less than the 30 s after which Kubernetes kills the process.
+        // With a grace of 10 s less than the 30 s after which Kubernetes kills the process.
         let mut report = self.shutdown(Duration::from_secs(5)).await;
         let cut = if served.is_none() { std::mem::take(&mut report.requests) } else { 0 };
         if cut > 0 {
-            log!(warn, target: "lowtide", requests = cut, ?drain, "requests cut at the shutdown");
+            log!(warn, target: "lowtide", requests = cut, ?grace, "requests cut at the shutdown");
         }
         served.transpose().map_err(Into::into)?;
         Ok(report.into_result()?)
