@@ -192,8 +192,11 @@ pub enum MemoryError {
         /// The name.
         arena: String,
     },
-    /// The maximum number of arenas is open, or of slots has one.
-    #[error("too many {what}: at most {max}")]
+    /// The maximum number of arenas is open, or of slots has one. It bounds the control loop, which
+    /// reads each arena at every tick (0.5 us, up to 100 times a second), and the series of metrics.
+    /// Close arenas that are not needed, let models or sessions share one
+    /// (`MemoryDevices::share_arena`), or open one that no `Memory` manages (`DeviceArena::open`).
+    #[error("too many {what}: at most {max}; expected some to be closed, or to be shared")]
     TooMany {
         /// `arenas` or `slots`.
         what: &'static str,

@@ -16,6 +16,7 @@ use lowtide::memory::Builder;
 use lowtide::metrics::MetricsTier;
 use lowtide::metrics::names::{Metric, MetricKind, TABLE};
 use lowtide::metrics::record;
+use lowtide::service::Endpoints;
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Admission, Budget, Cost, Priority, Reclaimable, UnloadReason};
 use lowtide_heap::HostArena;
@@ -219,6 +220,53 @@ fn the_scrape_and_the_table_say_the_same_once_there_is_a_recorder() {
     figures(&scrape);
     parts_add_up_to(ByteSize::mib(100), &scrape);
     assert!(hooks() >= 3);
+}
+
+/// Labels are bounded, whatever clients and programs do: `other` is the name of all beyond that.
+#[test]
+fn ten_thousand_routes_and_tenants_and_all_arenas_are_answered_in_a_megabyte() {
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
+    let recorder = recorder::builder().install_recorder().expect("the first of this process");
+    let builder = Memory::builder().clock(Arc::clone(&clock) as Arc<dyn Clock>);
+    let builder = builder.signals(tree.open()).metrics(MetricsTier::Detail);
+    let memory = builder.device(DeviceChoice::Host).start().expect("starts");
+    let state = memory.admission().state();
+    for nth in 0..10_000 {
+        let route = format!("/routes/{nth}/{{id}}");
+        state.routes.of_route("GET", &route, true, true).add(COST, COST, None);
+        state.tenants.of_tenant(&format!("tenant {nth}")).add(COST, COST, None);
+    }
+    let open = |nth: u32| memory.devices().open_arena(&format!("arena {nth}"));
+    let arenas: Vec<_> = (0..64).map(|nth| open(nth).expect("a place")).collect();
+    let error = open(64).expect_err("all places are taken").to_string();
+    assert_eq!(error, "too many arenas: at most 64; expected some to be closed, or to be shared");
+    advance_until(&clock, TICK, "all are published", || {
+        let text = recorder.render();
+        ["tenant=\"other\"", "arena=\"arena 63\""].iter().all(|label| text.contains(label))
+    });
+    let text = recorder.render();
+    let scrape = Scrape::parse(&text);
+    let values = |label: &str| {
+        let values = scrape.series.iter().filter_map(|(_, labels, _)| labels.get(label));
+        values.collect::<BTreeSet<_>>().len()
+    };
+    assert_eq!(["route", "tenant", "arena"].map(values), [65, 33, 64]);
+    let named = |(name, labels, _): &&(String, BTreeMap<_, String>, f64)| {
+        name == "lowtide_admission_route_requests_total"
+            && labels.get("route").is_some_and(|route| route == "other")
+    };
+    let other = scrape.series.iter().find(named).map(|(.., value)| *value);
+    assert_eq!(other, Some(9_936.0), "each request is counted");
+    let query = "/memory?format=json&with=map,history,events,permits,routes,tenants,settings";
+    let request = http::Request::get(query).body(()).expect("a request");
+    let endpoints = Endpoints::new(Some(memory.clone()));
+    let answer = endpoints.answer_request(&request).expect("one of its paths");
+    assert_eq!(answer.status(), 200);
+    for bytes in [text.len(), answer.body().len()] {
+        assert!(bytes < 1 << 20, "{bytes}");
+    }
+    drop(arenas);
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
 /// tikv/rust-prometheus#261: the totals of a second `Memory` stood still until they exceeded those

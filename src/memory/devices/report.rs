@@ -5,7 +5,8 @@
 //! a replaced arena drains while another has its name, and is then dropped. The series of a name
 //! must not lose the bytes of a draining arena, its counters must not fall, and the last sizes of a
 //! dropped arena must not stay. Sizes are therefore summed, totals continue, and the sizes of
-//! dropped arenas are zero.
+//! dropped arenas are zero. The recorder keeps a series for ever, so only the first names have
+//! their own; all further arenas of a device share those of the name `other`.
 //!
 //! The sensor runs on the control thread: no allocation, no driver call. The kernel counts memory
 //! committed by an integrated GPU neither in the resident set nor against the cgroup (reported for
@@ -15,10 +16,10 @@
 //! counts as empty with a limit of zero, so nothing more is admitted for it. Its arenas are due for
 //! neither decay nor sleep.
 //!
-//! Invariants: `sum of published committed = sum of committed`, of all arenas at one instant; the
-//! sampled figures of a device are the sums over its own arenas.
+//! Invariants: `sum of published committed = sum of committed`, of all arenas at one instant; at most
+//! [`NAMES_MAX`] names are ever published, and one more for each device; the sampled figures of a
+//! device are the sums over its own arenas.
 
-use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -35,45 +36,51 @@ use super::arenas::{Arenas, ManagedArena};
 use super::device::{CountedIn, Device};
 use super::values::{DeviceStatus, DevicesSnapshot};
 
-/// The maximum number of names of dropped arenas: as many as arenas can be open at once.
+/// The maximum number of names with series of their own: as many as arenas can be open at once.
 const NAMES_MAX: usize = 64;
+/// The name of all other arenas of a device.
+const OTHER: &str = "other";
 
 /// The names of a device and an arena.
 pub(super) type OnDevice = (String, String);
 
-/// The counts of dropped arenas, by device and name.
+/// The sums of the arenas of a name; `None` if none of its arenas is in the sum.
+type Sums = BTreeMap<OnDevice, Option<ArenaSnapshot>>;
+
+/// The names of arenas that were published or dropped, and the counts of the dropped ones.
 #[derive(Debug, Default)]
-pub(in crate::memory) struct Gone(Mutex<BTreeMap<OnDevice, ArenaSnapshot>>);
+pub(in crate::memory) struct Gone(Mutex<Sums>);
+
+/// Adds an arena to the sum of its name, or to that of all other names.
+fn add_to(sums: &mut Sums, device: &str, arena: &ArenaSnapshot) {
+    let mut key = (device.to_owned(), arena.name.clone());
+    if sums.len() >= NAMES_MAX && !sums.contains_key(&key) {
+        OTHER.clone_into(&mut key.1);
+    }
+    match sums.entry(key).or_default() {
+        Some(sum) => add(sum, arena),
+        none => *none = Some(arena.clone()),
+    }
+}
 
 impl Gone {
-    /// Keeps the counts of an arena, unless there are too many names.
+    /// Keeps the counts of an arena.
     pub(in crate::memory) fn add(&self, device: &str, mut last: ArenaSnapshot) {
         zero_sizes(&mut last);
-        let mut gone = lock(&self.0);
-        let key = (device.to_owned(), last.name.clone());
-        if let Some(sum) = gone.get_mut(&key) {
-            add(sum, &last);
-        } else if gone.len() < NAMES_MAX {
-            gone.insert(key, last);
-        }
+        add_to(&mut lock(&self.0), device, &last);
     }
 
     /// Returns one snapshot for each device and name of serving, draining and dropped arenas.
     pub(super) fn published(&self, devices: &DevicesSnapshot) -> BTreeMap<OnDevice, ArenaSnapshot> {
-        let mut sums = lock(&self.0).clone();
+        let mut gone = lock(&self.0);
+        let mut sums = gone.clone();
         let mut placed: Vec<_> = devices.placed().collect();
         // Serving arenas come last: limit, backend and state are theirs.
         let serving = devices.arenas.len().min(placed.len());
         placed.rotate_left(serving);
-        for (device, arena) in placed {
-            match sums.entry((device.name.clone(), arena.name.clone())) {
-                Entry::Occupied(mut sum) => add(sum.get_mut(), arena),
-                Entry::Vacant(place) => {
-                    place.insert(arena.clone());
-                }
-            }
-        }
-        sums
+        placed.into_iter().for_each(|(device, arena)| add_to(&mut sums, &device.name, arena));
+        sums.keys().for_each(|name| _ = gone.entry(name.clone()).or_default());
+        sums.into_iter().filter_map(|(name, sum)| Some((name, sum?))).collect()
     }
 }
 
@@ -128,8 +135,8 @@ impl Series {
         gone: &Gone,
         devices: &DevicesSnapshot,
     ) {
-        for ((device, _), arena) in &gone.published(devices) {
-            let labels = [label("device", device), label("arena", &arena.name)];
+        for ((device, name), arena) in &gone.published(devices) {
+            let labels = [label("device", device), label("arena", name)];
             record::arena(arena, &mut to.to(&labels));
         }
         self.publish_backends(to, devices);
@@ -310,14 +317,26 @@ mod tests {
         drop((held, fresh));
     }
 
+    /// The bug: each new name of an arena added some 40 series for ever, and the totals of a name
+    /// beyond the bound were lost.
     #[test]
-    fn names_that_are_gone_are_bounded() {
+    fn ten_thousand_names_of_arenas_share_bounded_series_and_each_is_counted_once() {
         let gone = Gone::default();
         let mut last = arena("a", ByteSize::MAX).snapshot();
-        for nth in 0..NAMES_MAX + 9 {
+        last.allocs_total = 1;
+        let mut names = BTreeSet::new();
+        for nth in 0..10_000_u64 {
             last.name = nth.to_string();
+            let devices = DevicesSnapshot::of_one("0", vec![last.clone()], Vec::new());
+            let published = gone.published(&devices);
+            assert_eq!(published.values().map(|of| of.allocs_total).sum::<u64>(), nth + 1);
+            names.extend(published.into_keys());
             gone.add("0", last.clone());
         }
-        assert_eq!(published(&gone, &[], &[]).len(), NAMES_MAX);
+        assert_eq!(names.len(), NAMES_MAX + 1);
+        let other = ("0".to_owned(), OTHER.to_owned());
+        assert!(names.contains(&other), "{names:?}");
+        let rest = &gone.published(&DevicesSnapshot::of_one("0", Vec::new(), Vec::new()))[&other];
+        assert_eq!(rest.allocs_total, 10_000 - NAMES_MAX as u64);
     }
 }
