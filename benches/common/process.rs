@@ -206,15 +206,8 @@ pub fn usage(folder: &Path) -> Option<ByteSize> {
 
 /// Returns the number of processes of a cgroup that the kernel has killed for memory.
 pub fn oom_kills(folder: &Path) -> Option<u64> {
-    let read = |name: &&str| fs::read_to_string(folder.join(name)).ok();
-    let text = ["memory.events", "memory.oom_control"].iter().find_map(read)?;
-    value(&text, "oom_kill")
-}
-
-/// Returns the value in the line `key value`.
-fn value(text: &str, key: &str) -> Option<u64> {
-    let rest = |line: &str| line.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok();
-    text.lines().find_map(rest)
+    let read = |name: &&str| kernel_value(folder.join(name), "oom_kill ").ok();
+    ["memory.events", "memory.oom_control"].iter().find_map(read)
 }
 
 /// Returns the number after a key in a file of the kernel, such as `VmRSS:` in

@@ -17,7 +17,7 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use clap::Parser;
+use clap::{Parser, ValueEnum as _};
 use common::callgrind::{Counted, per_step};
 use common::figures::{Figures, count};
 use common::number_of;
@@ -74,18 +74,14 @@ fn main() -> ExitCode {
             return be(work, cli.child.steps).map(|()| true);
         }
         let mut figures = Figures::default();
-        let wanted = |part| cli.parts.is_empty() || cli.parts.contains(&part);
-        if wanted(Part::Admission) {
-            admission(&mut figures)?;
-        }
-        if wanted(Part::Managed) {
-            managed(&mut figures)?;
-        }
-        if wanted(Part::Sampler) {
-            sampler(&mut figures)?;
-        }
-        if wanted(Part::Heap) {
-            heap(&mut figures)?;
+        for part in Part::value_variants() {
+            match part {
+                part if !cli.parts.is_empty() && !cli.parts.contains(part) => {}
+                Part::Admission => admission(&mut figures)?,
+                Part::Managed => managed(&mut figures)?,
+                Part::Sampler => sampler(&mut figures)?,
+                Part::Heap => heap(&mut figures)?,
+            }
         }
         Ok(figures.print())
     })

@@ -10,6 +10,7 @@ use std::sync::{Arc, Barrier};
 use std::time::Instant;
 
 use common::figures::{Figures, median, quantile};
+use common::process::kernel_value;
 use lowtide_gpu::clock::{ManualClock, SystemClock};
 use lowtide_gpu::decay::DecayTime;
 use lowtide_gpu::index::{BlockId, BlockIndex, End, Request};
@@ -347,9 +348,14 @@ pub(crate) fn fail(free: usize, steps: usize) {
     (0..steps).for_each(|_| assert!(arena.alloc(4 * MIB).is_none(), "there is room"));
 }
 
-/// What a failed allocation costs at a million free blocks, and what it costs another thread.
+/// What a failed allocation costs at a million free blocks, and what it costs another thread; and the
+/// resident memory of a block, whose own is never touched.
 pub(crate) fn failed(figures: &mut Figures) {
-    let (mut arena, _live) = full(1 << 20);
+    let resident = || kernel_value("/proc/self/smaps_rollup", "Rss:").unwrap_or(0) as f64 * 1024.0;
+    let before = resident();
+    let (mut arena, live) = full(1 << 20);
+    let each = (resident() - before) / live.len() as f64 - size_of_val(&live[0]) as f64;
+    figures.add("light.metadata.bytes_per_block", each, "bytes");
     let (failing, is_over) = (arena.0.clone(), AtomicBool::new(false));
     let mut timed = Timed { peer: &mut arena, clock: clock_nanos(), nanos: Vec::new() };
     (0..1_000).for_each(|_| assert!(timed.alloc(4 * MIB).is_none(), "there is room"));

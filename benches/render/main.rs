@@ -1,10 +1,10 @@
 //! Render: what an answer of `/metrics` and of `/memory` costs, with few blocks and with many; and
 //! what a tick of the control thread takes.
 //!
-//! A real `Memory` on the host driver, with a recorder for Prometheus; an arena with a thousand
-//! blocks of a few hundred bytes, then with a million. `/memory` is asked for as the page does,
-//! with map, events and trail. Real time, the median of many answers: on a busy machine it says
-//! little.
+//! A real `Memory` on the host driver, with a recorder for Prometheus, as many arenas as may be open
+//! and 10,000 routes; one arena with a thousand blocks of a few hundred bytes, then with a million.
+//! `/memory` is asked for as the page does, with map, events and trail, and with routes. Real time,
+//! the median of many answers: on a busy machine it says little.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or a run failed.
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
@@ -26,18 +26,18 @@ use lowtide::service::Endpoints;
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_admission::Cost;
 use lowtide_core::sync::lock;
-use lowtide_heap::{purge_now, thread_totals};
+use lowtide_heap::{Account, purge_now, thread_totals};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
 
 #[global_allocator]
 static HEAP: lowtide_heap::Heap = lowtide_heap::Heap;
 
-const MEMORY: &str = "/memory?format=json&with=map,history,events,admin_tasks";
+const MEMORY: &str = "/memory?format=json&with=map,history,events,admin_tasks,routes";
 
 /// The number of blocks, the suffix of its figures, answers that are timed, and the goals in ms.
 const CASES: [(usize, &str, usize, [f64; 2]); 2] =
     [(1_000, "1k", 201, [1.0, 5.0]), (1_000_000, "1m", 31, [50.0, 50.0])];
-/// Bytes of a document at most.
+/// Bytes of a document at most; while it is made, eight times as many may be live at once.
 const BYTES_MAX: f64 = 1_048_576.0;
 
 /// What answers of /metrics and /memory cost, and the threads behind them.
@@ -61,10 +61,16 @@ fn run(counted: bool) -> Result<bool, BoxError> {
     let mut figures = Figures::new(counted);
     threads(&mut figures)?;
     let memory = Memory::builder().device(DeviceChoice::Host).start()?;
-    let arena = memory.devices().open_arena("weights")?;
+    let open = |nth| memory.devices().open_arena(&format!("arena {nth}"));
+    let arenas = (0..64).map(open).collect::<Result<Vec<_>, _>>()?;
+    for nth in 0..10_000 {
+        let routes = &memory.admission().state().routes;
+        let of = routes.of_route("GET", &format!("/routes/{nth}/{{id}}"), true, true);
+        of.add(ByteSize::mib(1), ByteSize::mib(1), None);
+    }
     // Metrics show once the worker has published them.
     let deadline = Instant::now() + Duration::from_secs(30);
-    while memory.report().history().is_empty() {
+    while memory.report().history().len() < 3 {
         if Instant::now() > deadline {
             return Err("the worker has published nothing in 30 s".into());
         }
@@ -73,13 +79,14 @@ fn run(counted: bool) -> Result<bool, BoxError> {
     let endpoints = Endpoints::new(Some(memory.clone())).with_metrics(move || recorder.render());
     let (mut blocks, mut chance) = (Vec::new(), Chance::new(42));
     for (blocks_of, of, each, goals) in CASES {
-        fill(&arena, blocks_of, &mut blocks, &mut chance)?;
+        fill(&arenas[0], blocks_of, &mut blocks, &mut chance)?;
         for ((name, address), goal) in
             [("metrics", "/metrics"), ("memory", MEMORY)].into_iter().zip(goals)
         {
-            let (ms, bytes) = answers(&endpoints, address, each)?;
+            let [ms, bytes, peak] = answers(&endpoints, address, each)?;
             figures.timed(&format!("render.{name}.ms_{of}"), ms, "ms", goal);
             figures.at_most(format!("render.{name}.bytes_{of}"), bytes, "bytes", BYTES_MAX);
+            figures.at_most(format!("render.{name}.peak_{of}"), peak, "bytes", 8.0 * BYTES_MAX);
         }
     }
     drop(blocks);
@@ -110,20 +117,21 @@ fn fill(
     Ok(())
 }
 
-/// The median time of an answer, in ms, and its bytes.
-fn answers(endpoints: &Endpoints, address: &str, answers: usize) -> Result<(f64, f64), BoxError> {
+/// The median time of an answer in ms, its bytes, and the most that were live while it was made.
+fn answers(endpoints: &Endpoints, address: &str, answers: usize) -> Result<[f64; 3], BoxError> {
     let request = Request::get(address).body(())?;
-    let (mut times, mut bytes) = (Vec::with_capacity(answers), 0);
+    let (mut times, mut bytes, mut peak) = (Vec::with_capacity(answers), 0, 0);
     for _ in 0..answers {
-        let begun = Instant::now();
-        let answer = endpoints.answer_request(&request).ok_or("it is not answered")?;
+        let (account, begun) = (Arc::new(Account::new((), |_, _| ())), Instant::now());
+        let answer = account.run(|| endpoints.answer_request(&request));
         times.push(begun.elapsed().as_secs_f64() * 1e3);
+        let answer = answer.ok_or("it is not answered")?;
         if !answer.status().is_success() {
             return Err(format!("{address}: {}", answer.status()).into());
         }
-        bytes = answer.body().len();
+        (bytes, peak) = (answer.body().len(), account.memory().peak.get());
     }
-    Ok((median(&times), count(bytes as u64)))
+    Ok([median(&times), count(bytes as u64), count(peak)])
 }
 
 // The costs of the two threads of a `Memory`: the control thread for a tick, and writing the series.
@@ -142,14 +150,7 @@ const TIMED: usize = 1001;
 /// of it is released at [`HELD_MAX`] pieces, so that the next is new to the kernel as well.
 const TOUCHED: usize = 1 << 20;
 const HELD_MAX: usize = 64;
-const PUBLISHED_EACH: Duration = Duration::from_millis(10);
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Microseconds of writing the series.
-const GOAL_US: f64 = 25.0;
-/// Microseconds of a tick.
-const GOAL_TICK_US: f64 = 8.0;
-/// The goal is for so many series.
-const SERIES: u32 = 100;
 
 thread_local! {
     /// When this thread's turn began, and what it had allocated by then.
@@ -232,16 +233,16 @@ impl Clock for Watch {
 fn threads(figures: &mut Figures) -> Result<(), BoxError> {
     let watch = Arc::new(Watch::default());
     let clock: Arc<dyn Clock> = watch.clone();
-    let builder = Memory::builder().clock(clock).device(DeviceChoice::Host);
-    let memory = builder.metrics_interval(PUBLISHED_EACH).purge_interval(None).start()?;
+    let builder = Memory::builder().clock(clock).device(DeviceChoice::Host).purge_interval(None);
+    let memory = builder.metrics_interval(Duration::from_millis(10)).start()?;
     let arena = memory.devices().open_arena("weights")?;
     let block = arena.alloc::<u8>(1 << 20, Region::Dynamic)?;
-    figures.timed("publish.median_us", written(&memory)?, "us", GOAL_US);
+    figures.timed("publish.median_us", written(&memory)?, "us", 25.0);
     let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(1)))?;
     watch.hurries.store(true, Ordering::Relaxed);
     let (tick, allocated) = watch.median(TICKS)?;
     watch.hurries.store(false, Ordering::Relaxed);
-    figures.timed("tick.median_us", tick, "us", GOAL_TICK_US);
+    figures.timed("tick.median_us", tick, "us", 8.0);
     figures.at_most("tick.allocations", count(allocated as u64), "ticks", 0.0);
     drop((permit, block));
     memory.shutdown_blocking(Duration::from_secs(5)).into_result()?;
@@ -265,5 +266,5 @@ fn written(memory: &Memory) -> Result<f64, BoxError> {
         begun.elapsed().as_secs_f64() * 1e6
     });
     let all = median(&took.collect::<Vec<_>>());
-    Ok(all * f64::from(SERIES) / f64::from(u32::try_from(series)?))
+    Ok(all * 100.0 / count(series as u64))
 }

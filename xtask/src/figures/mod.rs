@@ -178,8 +178,7 @@ fn judge(name: &str, value: f64) -> bool {
         Bound::Most(most) => (value <= most, "most", most),
         Bound::Least(least) => (value >= least, "least", least),
     };
-    let held = if holds { "held  " } else { "MISSED" };
-    println!("{held}  {name} at {word} {bound}: {value}");
+    println!("{}  {name} at {word} {bound}: {value}", if holds { "held  " } else { "MISSED" });
     holds
 }
 
