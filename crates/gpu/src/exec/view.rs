@@ -40,9 +40,9 @@ use crate::types::error::{DeviceError, is_of_capture};
 use lowtide_core::sync::atomic::Ordering;
 use lowtide_core::sync::{Mutex, caught, lock};
 
-/// The slice of a block, if the block was viewed.
+/// The slice of a block, if the block was viewed. On the heap, since most blocks never are.
 #[derive(Default)]
-pub(crate) struct ViewSlot(Mutex<ViewState>);
+pub(crate) struct ViewSlot(Mutex<Option<Box<ViewState>>>);
 
 #[derive(Default)]
 struct ViewState {
@@ -154,6 +154,7 @@ impl ViewSlot {
         place: (u64, usize),
     ) -> Result<*const CudaSlice<T>, DeviceError> {
         let mut slot = lock(&self.0);
+        let slot = slot.get_or_insert_default();
         let is_there = |kept: &CachedSlice<T>| (kept.at, kept.slice.len()) == place;
         if !slot.slice::<T>().is_some_and(is_there) {
             // No reference to a replaced slice exists: it would be under a lease, and no buffer
@@ -180,14 +181,14 @@ impl ViewSlot {
     }
 
     pub(crate) fn kept_mut<T: Pod>(&mut self) -> Option<&mut CudaSlice<T>> {
-        let kept: &mut dyn Any = self.slot_mut().kept.as_deref_mut()?;
+        let kept: &mut dyn Any = self.slot_mut().as_mut()?.kept.as_deref_mut()?;
         kept.downcast_mut::<CachedSlice<T>>().map(|kept| &mut *kept.slice)
     }
 
     /// Makes the slice's stream wait for the streams that used the slice, and keeps the slice.
     /// Discards the slice if that fails.
     pub(crate) fn settle(&mut self, inner: &ArenaInner) -> Order {
-        let slot = self.slot_mut();
+        let Some(slot) = self.slot_mut() else { return Order::After };
         if slot.loose {
             return self.discard(inner);
         }
@@ -212,30 +213,29 @@ impl ViewSlot {
 
     /// Returns `true` if other streams may have used the slice.
     pub(crate) fn is_used(&mut self) -> bool {
-        let slot = self.slot_mut();
-        slot.is_used || slot.loose
+        self.slot_mut().as_ref().is_some_and(|slot| slot.is_used || slot.loose)
     }
 
     /// Returns `true` if a graph may have captured a use of the slice, as far as no event shows it.
     /// Asks if a lane captures only if the slice was used.
     pub(crate) fn is_captured(&mut self, ask: impl FnOnce() -> bool) -> bool {
-        let slot = self.slot_mut();
-        slot.captured || (slot.is_used && ask())
+        let slot = self.slot_mut().as_ref();
+        slot.is_some_and(|slot| slot.captured || (slot.is_used && ask()))
     }
 
     /// Discards the slice.
     pub(crate) fn discard(&mut self, inner: &ArenaInner) -> Order {
-        let slot = std::mem::take(self.slot_mut());
+        let Some(slot) = self.slot_mut().take() else { return Order::After };
         let order = discard(inner, slot.kept);
         if slot.loose && order == Order::After { Order::Unknown } else { order }
     }
 
     /// Takes the slice out.
     pub(crate) fn take(&mut self) -> Option<Box<dyn CachedView>> {
-        self.slot_mut().kept.take()
+        self.slot_mut().as_mut()?.kept.take()
     }
 
-    fn slot_mut(&mut self) -> &mut ViewState {
+    fn slot_mut(&mut self) -> &mut Option<Box<ViewState>> {
         self.0.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
@@ -354,4 +354,16 @@ fn keeping_current<T>(stream: &CudaStream, act: impl FnOnce() -> T) -> Result<T,
         let _ = unsafe { set_current(context) };
     }
     outcome
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+    use crate::exec::thread_cache::BlockHandle;
+
+    /// The bug: each block held room for a view, so that its handle had 144 bytes and took 160.
+    #[test]
+    fn a_handle_has_one_of_mallocs_sizes_although_most_blocks_are_never_viewed() {
+        assert_eq!((size_of::<ViewSlot>(), size_of::<BlockHandle>()), (16, 128));
+    }
 }
