@@ -128,23 +128,24 @@ impl Plan {
             return Err(PlanError::OffsetCount { found, expected });
         }
         // Segments are laid out without overlap, at multiples of every alignment.
-        let mut stride = self.segments.iter().max().map_or(0, |size| size.get());
-        if self.segments.len() > 1 {
-            let mut common = 1_u64;
-            for demand in problem.demands() {
-                let (align, multiple) = (demand.align, lcm(common, demand.align));
-                let multiple = multiple.filter(|multiple| *multiple <= TOTAL_MAX >> 32);
-                common = multiple.ok_or_else(|| PlanError::Misaligned {
-                    name: demand.name.clone(),
-                    offset: 0,
-                    align,
-                })?;
-            }
-            stride = stride.next_multiple_of(common);
+        let mut common = 1_u64;
+        for demand in problem.demands().iter().filter(|_| self.segments.len() > 1) {
+            let (align, multiple) = (demand.align, lcm(common, demand.align));
+            let multiple = multiple.filter(|multiple| *multiple <= TOTAL_MAX >> 32);
+            common = multiple.ok_or_else(|| PlanError::Misaligned {
+                name: demand.name.clone(),
+                offset: 0,
+                align,
+            })?;
+        }
+        let (mut starts, mut end) = (Vec::with_capacity(self.segments.len()), 0_u64);
+        for size in &self.segments {
+            starts.push(end);
+            end = (end + size.get()).next_multiple_of(common);
         }
         let flat = |place: &PlannedPlace| match place.segment {
             PlannedPlace::ELSEWHERE => 0, // never used
-            segment => u64::from(segment) * stride + place.offset,
+            segment => starts.get(segment as usize).unwrap_or(&0) + place.offset,
         };
         let flat: Vec<u64> = self.places.iter().map(flat).collect();
         problem.verify(&flat)?;
@@ -240,8 +241,8 @@ impl Planner<'_> {
 /// A cache of plans by bucket of shapes, such as the next power of two of a batch size.
 ///
 /// Each bucket has one plan, in which every buffer has its largest size in any problem so far. For
-/// problems that differ only in sizes, planning soon stops. Any other problem replaces the bucket's
-/// plan, so use separate buckets for them.
+/// problems that differ only in sizes, planning soon stops. Any other problem, or one with which the
+/// sum of these sizes is too large, replaces the bucket's plan, so use separate buckets for them.
 #[derive(Clone, Debug, Default)]
 pub struct PlanCache {
     plans: BTreeMap<u64, Plan>,
@@ -268,10 +269,8 @@ impl PlanCache {
         if self.plans.get(&bucket).is_none_or(|plan| plan.serves(problem).is_err()) {
             let before = self.plans.get(&bucket);
             let same = before.filter(|plan| problem.has_shape_of(&plan.problem));
-            let plan = match same {
-                Some(before) => planner.plan(&problem.at_least(&before.problem))?,
-                None => planner.plan(problem)?,
-            };
+            let larger = same.and_then(|plan| problem.at_least(&plan.problem));
+            let plan = planner.plan(larger.as_ref().unwrap_or(problem))?;
             self.plans.insert(bucket, plan);
         }
         Ok(&self.plans[&bucket])

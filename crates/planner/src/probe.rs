@@ -248,7 +248,7 @@ impl<'a> Values<'a> {
             Trait::Width => width,
             Trait::Duration => self.traits[at].duration,
             Trait::Total => totals.iter().max().copied().unwrap_or(0),
-            Trait::Totals => totals.iter().sum(),
+            Trait::Totals => totals.iter().copied().fold(0, u64::saturating_add),
             Trait::Size => item.size,
             Trait::Area => item.size.saturating_mul(width),
             Trait::Met => met().count() as u64,
@@ -260,5 +260,32 @@ impl<'a> Values<'a> {
             Trait::Early => u64::from(self.part.sections - item.from),
             Trait::Late => u64::from(item.to),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::part::{Subproblems, Walls};
+    use super::super::problem::{Demand, Gap, Problem};
+    use super::super::shape::Shapes;
+    use super::*;
+    use lowtide_core::bytes::ByteSize;
+
+    /// The bug: the sum of so many sections wrapped.
+    #[test]
+    fn totals_of_very_many_sections_do_not_overflow() {
+        let mut problem = Problem::new();
+        let gap = |at: i64| Gap { span: 2 * at + 1..2 * at + 2, window: None };
+        let all = Demand::new("all", ByteSize::new(1 << 46), 0..1 << 20);
+        let some = Demand::new("some", ByteSize::new(1), 0..1 << 20);
+        problem.add(all).expect("it can be posed");
+        problem
+            .add(Demand { gaps: (0..1 << 18).map(gap).collect(), ..some })
+            .expect("it can be posed");
+        let shapes = Shapes::of(&problem).expect("nothing is shared");
+        let parts = Subproblems::of(&shapes, &Walls::default());
+        let traits = Traits::of(&parts.list[0], &shapes);
+        let totals = Values::of(&parts.list[0], &traits).all(Trait::Totals);
+        assert_eq!(totals, [u64::MAX; 2]);
     }
 }

@@ -125,13 +125,16 @@ impl Problem {
         self.demands[id.index()].offset = Some(offset);
     }
 
-    /// Returns the problem with each size raised to at least that of another one of its shape.
-    pub(super) fn at_least(&self, other: &Self) -> Self {
-        let mut larger = self.clone();
-        for (demand, other) in larger.demands.iter_mut().zip(&other.demands) {
-            demand.size = demand.size.max(other.size);
+    /// Returns the problem with each size raised to at least that of another one of its shape;
+    /// `None` if they are too large together.
+    pub(super) fn at_least(&self, other: &Self) -> Option<Self> {
+        let mut larger = Self::new();
+        for (demand, other) in self.demands.iter().zip(&other.demands) {
+            let size = demand.size.max(other.size);
+            larger.add(Demand { size, ..demand.clone() }).ok()?;
         }
-        larger
+        larger.unions.clone_from(&self.unions);
+        Some(larger)
     }
 
     /// Returns the problem without names.

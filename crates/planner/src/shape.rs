@@ -191,9 +191,10 @@ fn joined(problem: &Problem, root: Shape, members: &[(u32, u32)]) -> Result<Shap
     }
 }
 
-/// Returns the least common multiple if it is in range.
+/// Returns the least common multiple if it is one of both, whose sum is limited, or so small that as
+/// many as there are buffers are within the limit.
 fn multiple(a: u64, b: u64) -> Option<u64> {
-    lcm(a, b).filter(|product| *product <= super::problem::TOTAL_MAX)
+    lcm(a, b).filter(|of| [a, b].contains(of) || *of <= super::problem::TOTAL_MAX >> 32)
 }
 
 /// Returns the least common multiple of two numbers above zero; `None` if it exceeds 64 bits.
@@ -311,7 +312,7 @@ fn check_reuse(first: &Member<'_>, second: &Member<'_>) -> Result<(), PlanError>
     let apart = first.window.end <= second.window.start || second.window.end <= first.window.start;
     let overwrites = |child: &Member<'_>, parent: &Member<'_>| {
         child.replaces == Some(parent.content)
-            && parent.held.end == child.written + 1
+            && parent.held.end - 1 == child.written
             && child.held.start >= child.written
     };
     let overwrites = overwrites(second, first) || overwrites(first, second);

@@ -96,7 +96,7 @@ impl<'a> Planner<'a> {
     ///
     /// A larger buffer gets a segment of its own size, which other buffers use while it is not
     /// live. There is no plan if the limit is zero, an offset is fixed, or the least common
-    /// multiple of all alignments is larger than 256 MiB: [`PlanError::NoSegment`].
+    /// multiple of all alignments is 1 GiB or more: [`PlanError::NoSegment`].
     #[must_use]
     pub fn segments_of(self, limit: ByteSize) -> Self {
         Self { segment_limit: Some(limit), ..self }

@@ -29,10 +29,8 @@ impl Problem {
             self.verify_one(id.0, offsets)?;
         }
         self.verify_apart(&shapes, |at| Some(offsets[shapes.list[at].root.index()]))?;
-        let ends = (0..shapes.list.len()).flat_map(|at| {
-            let offset = offsets[shapes.list[at].root.index()];
-            shapes.needs(at).iter().map(move |need| offset + need.high)
-        });
+        let used = (0..shapes.list.len()).filter(|at| shapes.size(*at) > 0);
+        let ends = used.map(|at| offsets[shapes.list[at].root.index()] + shapes.size(at));
         Ok(ByteSize::new(ends.max().unwrap_or(0)))
     }
 

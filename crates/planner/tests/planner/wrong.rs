@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use lowtide_planner::ByteSize;
 use lowtide_planner::clock::ManualClock;
-use lowtide_planner::{Demand, Gap, PlanError, Planner, Problem, Role};
+use lowtide_planner::{Demand, Gap, PlanCache, PlanError, Planner, Problem, Role};
 
 use super::plans::planned;
 
@@ -220,4 +220,69 @@ fn very_many_buffers_have_a_plan_even_without_time() {
     let plan =
         Planner::new(&clock).budget(Duration::ZERO, u64::MAX).plan(&problem).expect("it has plans");
     assert!(plan.peak() <= plan.bound().checked_mul(2).expect("small"), "{}", plan.peak());
+}
+
+/// The bug: the check of the plan laid out all segments with the size of the largest one, and
+/// the sum wrapped.
+#[test]
+fn many_segments_beside_a_very_large_one_do_not_overflow() {
+    let mut problem = Problem::new();
+    for size in std::iter::once(1 << 61).chain([256; 16]) {
+        problem.add(Demand::new("b", ByteSize::new(size), 0..1)).expect("it can be posed");
+    }
+    let clock = ManualClock::new();
+    let plan = Planner::new(&clock).segments_of(ByteSize::new(256)).plan(&problem);
+    assert_eq!(plan.expect("it has plans").segments().len(), 17);
+}
+
+/// The bug: buffers that share memory have the common multiple of their alignments, which counted
+/// in no sum, so that offsets wrapped.
+#[test]
+fn alignments_of_shared_memory_that_exceed_all_offsets_are_refused() {
+    let mut problem = Problem::new();
+    for _ in 0..9 {
+        let demand = |align| Demand { align, ..Demand::new("b", ByteSize::new(8), 0..1) };
+        let base = problem.add(demand(1 << 31)).expect("it can be posed");
+        let view = problem.add(demand(1_162_261_467)).expect("it can be posed");
+        problem.view(view, base, 0).expect("it lies within");
+    }
+    let found = Planner::new(&ManualClock::new()).plan(&problem).expect_err("too large");
+    assert!(matches!(found, PlanError::CannotShare { .. }), "{found}");
+    assert!(problem.lower_bound().is_err());
+}
+
+/// The bug: the step after the last one was computed.
+#[test]
+fn a_view_before_its_base_at_the_last_step_is_refused() {
+    let mut problem = Problem::new();
+    let mut add = |name: &str, live| {
+        problem.add(Demand::new(name, ByteSize::new(8), live)).expect("it can be posed")
+    };
+    let (parent, child) = (add("parent", 0..5), add("child", i64::MAX..i64::MAX));
+    let view = add("view", 0..5);
+    problem.reuse(child, parent).expect("it is as large");
+    problem.view(view, child, 0).expect("it lies within");
+    let found = problem.lower_bound().expect_err("both are live");
+    assert!(matches!(found, PlanError::ReuseBeforeLastUse { .. }), "{found}");
+}
+
+/// The bug: the largest sizes of two problems had no limit in all.
+#[test]
+fn problems_of_one_bucket_that_are_too_large_together_replace_each_other() {
+    let of = |sizes: [u64; 9]| {
+        let mut problem = Problem::new();
+        for size in sizes {
+            problem.add(Demand::new("b", ByteSize::new(size), 0..1)).expect("it can be posed");
+        }
+        problem
+    };
+    let clock = ManualClock::new();
+    let (mut planner, mut cache) = (Planner::new(&clock), PlanCache::new());
+    for large in 0..9 {
+        let mut sizes = [1; 9];
+        sizes[large] = 1 << 61;
+        let problem = of(sizes);
+        let plan = cache.plan(0, &problem, &mut planner).expect("it has plans");
+        plan.serves(&problem).expect("its own");
+    }
 }
