@@ -249,8 +249,8 @@ pub enum DriverError {
         #[source]
         cause: Box<Self>,
     },
-    /// This process was forked from the one that opened the library.
-    #[error("NVML was opened before a fork: expected the process that opened it")]
+    /// This process was forked from the one that opened the driver or the library.
+    #[error("the driver was opened before a fork: expected the process that opened it")]
     Forked,
 }
 

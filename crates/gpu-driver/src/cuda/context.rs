@@ -131,7 +131,13 @@ impl DeviceContext {
     ///
     /// The list of results that mean a lost context is not complete: a device that fell off the
     /// bus answers 999, 806 or 46. After any other refusal, a query that changes nothing decides.
+    ///
+    /// # Errors
+    /// [`DriverError::Forked`] in a forked child; those of `act`.
     pub(super) fn call<T>(&self, act: impl FnOnce(&Calls) -> DriverResult<T>) -> DriverResult<T> {
+        if !self.is_here() {
+            return Err(DriverError::Forked);
+        }
         let enter = || EnteredContext::new(&self.calls, Some(self.handle));
         let entered = enter().map_err(|error| judged(error, || enter().map(drop)))?;
         let query = || self.calls.memory_info().map(drop);

@@ -3,7 +3,7 @@
 //! Each call makes the device's primary context current, makes the calls of CUDA, and restores the
 //! previous context. Copies that are waited for use a private stream of the driver. Nothing uses
 //! the null stream, which would synchronize with the work of other streams, unless the caller names
-//! it: [`StreamHandle::LEGACY`] takes part in the order of events.
+//! it: [`StreamHandle::LEGACY`] takes part in the order of events, and in copies.
 //!
 //! Invariant: no call is made before `cuInit` has succeeded, nor in a forked child.
 #![expect(unsafe_code, reason = "the calls of the trait that take memory away are unsafe")]
@@ -100,9 +100,7 @@ impl CudaDriver {
 impl Drop for CudaDriver {
     /// Closes the device. Does nothing in a forked child.
     fn drop(&mut self) {
-        if self.context.is_here() {
-            let _ = self.memory.close(&self.context);
-        }
+        let _ = self.memory.close(&self.context);
     }
 }
 
@@ -226,8 +224,7 @@ unsafe impl Driver for CudaDriver {
         if ends.iter().any(|of| of.ordinal != ordinal) {
             return Ok(Some("memory of another device"));
         }
-        let is_ours = ends.iter().all(|of| is_ours(of.context));
-        Ok((!is_ours).then_some("memory of another context"))
+        Ok(ends.iter().any(|of| !is_ours(of.context)).then_some("memory of another context"))
     }
 
     fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> DriverResult<NonNull<u8>> {
@@ -268,7 +265,7 @@ unsafe impl Driver for CudaDriver {
     }
 
     unsafe fn stream_synchronize(&self, stream: StreamHandle) -> DriverResult {
-        let stream = number(stream.get())?;
+        let stream = ordered(stream)?;
         self.call(|calls| calls.stream_synchronize(stream))
     }
 
@@ -312,7 +309,7 @@ unsafe impl Driver for CudaDriver {
         size: ByteSize,
         stream: StreamHandle,
     ) -> DriverResult {
-        let (bytes, stream) = (apart(from, to, size)?, number(stream.get())?);
+        let (bytes, stream) = (apart(from, to, size)?, ordered(stream)?);
         self.call(|calls| calls.copy_on_device(to.get(), from.get(), bytes, stream))
             .map_err(|error| error.sized(size))
     }
@@ -376,7 +373,7 @@ unsafe impl Driver for CudaDriver {
         size: ByteSize,
         stream: StreamHandle,
     ) -> DriverResult {
-        let stream = number(stream.get())?;
+        let stream = ordered(stream)?;
         // SAFETY: the contract of this call.
         self.call(|calls| unsafe { calls.write_device(from, to.get(), size, stream) })
     }
@@ -388,7 +385,7 @@ unsafe impl Driver for CudaDriver {
         size: ByteSize,
         stream: StreamHandle,
     ) -> DriverResult {
-        let stream = number(stream.get())?;
+        let stream = ordered(stream)?;
         // SAFETY: the contract of this call.
         self.call(|calls| unsafe { calls.read_device(from.get(), to, size, stream) })
     }
@@ -405,7 +402,7 @@ fn number(handle: u64) -> DriverResult<usize> {
     number.ok_or(DriverError::Unsupported { what: "the null stream, or an invalid handle" })
 }
 
-/// Returns the number of a stream that is ordered by events. The legacy default stream is accepted.
+/// Returns the number of a stream for events and copies. The legacy default stream is accepted.
 fn ordered(stream: StreamHandle) -> DriverResult<usize> {
     if stream == StreamHandle::LEGACY { Ok(STREAM_LEGACY) } else { number(stream.get()) }
 }

@@ -6,12 +6,14 @@
 //! Invariant: a test ends with no recorded fault and no leak.
 #![expect(unsafe_code, reason = "segments are released and copied here")]
 
+use std::ptr::NonNull;
+
 use lowtide_fake_cuda::{Fake, Guard, Options};
 
 use super::calls::Calls;
 use super::memory::MemoryPool;
 use super::{CudaDriver, CudaOptions};
-use crate::{Backend, DeviceAddress, Driver as _, DriverError};
+use crate::{Backend, DeviceAddress, Driver as _, DriverError, HostMemory, StreamHandle};
 use lowtide_core::bytes::ByteSize;
 
 const UNIT: ByteSize = ByteSize::kib(64);
@@ -272,4 +274,56 @@ fn a_pool_whose_threshold_cannot_be_set_is_given_up() {
     made.expect_err("refused");
     drop(driver);
     fake.assert_clean();
+}
+
+/// The bug: copies and waits on this stream were refused, so that each copy of a pinned buffer on its
+/// lane left the buffer quarantined.
+#[test]
+fn the_legacy_default_stream_copies_and_is_waited_for() {
+    let fake = Fake::start(LAZY);
+    let driver = CudaDriver::open(PLAIN).expect("a device");
+    let stream = StreamHandle::LEGACY;
+    let (one, two) = (driver.segment_create(UNIT), driver.segment_create(UNIT));
+    let (one, two) = (one.expect("memory"), two.expect("memory"));
+    let host = driver.host_alloc(UNIT, HostMemory::PageLocked).expect("memory");
+    // SAFETY: a byte of memory of this test.
+    unsafe { host.write(7) };
+    // SAFETY: memory of this test, which stays until the wait below; the stream always exists.
+    unsafe { driver.copy_from_host(host, one, UNIT, stream) }.expect("queued");
+    // SAFETY: as above.
+    unsafe { driver.copy_async(one, two, UNIT, stream) }.expect("queued");
+    let last = host.as_ptr().wrapping_add(1);
+    let last = NonNull::new(last).expect("not null");
+    // SAFETY: as above; one byte at the second one.
+    unsafe { driver.copy_to_host(two, last, ByteSize::new(1), stream) }.expect("queued");
+    // SAFETY: the stream always exists.
+    unsafe { driver.stream_synchronize(stream) }.expect("done");
+    // SAFETY: no copy is in progress.
+    assert_eq!(unsafe { last.read() }, 7);
+    // SAFETY: the whole allocation, with which every copy is complete.
+    unsafe { driver.host_free(host, UNIT, HostMemory::PageLocked) }.expect("freed");
+    end(&driver, (one, UNIT));
+    end(&driver, (two, UNIT));
+    drop(driver);
+    fake.assert_clean();
+}
+
+/// The bug: a driver, and a governor of a pool, made calls of CUDA in a forked child.
+#[test]
+fn a_forked_child_makes_no_calls() {
+    let fake = Fake::start(LAZY);
+    let driver = CudaDriver::open(PLAIN).expect("a device");
+    let calls = fake.calls_total();
+    // SAFETY: the child makes a call that is refused, and ends.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let refused = driver.device_memory() == Err(DriverError::Forked);
+        let is_right = refused && fake.calls_total() == calls;
+        // SAFETY: ends the child at once.
+        unsafe { libc::_exit(i32::from(!is_right)) };
+    }
+    let mut status = 0;
+    // SAFETY: our own child, and a place for its status.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "{status:#x}");
 }
