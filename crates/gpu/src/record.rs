@@ -9,8 +9,8 @@
 
 use std::fmt::{self, Display, Write as _};
 use std::io::Write;
-use std::mem;
-use std::sync::Arc;
+use std::mem::{self, ManuallyDrop};
+use std::sync::{Arc, PoisonError};
 
 use crate::driver::{Backend, DeviceAddress};
 use crate::types::config::{ArenaConfig, decay_nanos};
@@ -104,7 +104,7 @@ struct RecordedLines {
 struct Sink {
     /// The sink; `None` once the recording is over.
     to: Option<Box<dyn Write + Send>>,
-    /// The last written text, cleared, as a spare buffer.
+    /// The text that is being written; else cleared, as a spare buffer.
     spare: String,
 }
 
@@ -144,13 +144,12 @@ impl Recorder {
     /// # Errors
     /// The error of [`Recorder::error`].
     pub fn flush(&self) -> Result<(), DeviceError> {
-        if !self.inner.birth.is_here() {
-            return Err(DeviceError::Forked);
-        }
         if self.inner.is_writing() {
             return Ok(());
         }
-        self.inner.pass_on(lock(&self.inner.sink), true);
+        if self.inner.birth.is_here() {
+            self.inner.pass_on(lock(&self.inner.sink), true);
+        }
         self.error().map_or(Ok(()), Err)
     }
 
@@ -209,7 +208,7 @@ impl Recording {
     /// Begins the recording of an arena, if there is to be one, with its settings.
     ///
     /// # Errors
-    /// `RecorderTaken`.
+    /// `RecorderTaken`, `Forked`.
     pub(crate) fn begin(
         config: &ArenaConfig,
         backend: Backend,
@@ -219,7 +218,7 @@ impl Recording {
         let Some(recorder) = &config.recorder else { return Ok(None) };
         // Before the recorder's lock is taken: the clock may be the program's own.
         let (since_epoch, now) = (u64::try_from(clock.since_epoch().as_nanos()), clock.now());
-        let mut lines = lock(&recorder.inner.lines);
+        let mut lines = recorder.lines().ok_or(DeviceError::Forked)?;
         if let Some(by) = &lines.arena {
             return Err(DeviceError::RecorderTaken { by: by.clone() });
         }
@@ -234,7 +233,6 @@ impl Recording {
                 .limit("limit", config.limit)
                 .number("decay_ns", decay_nanos(config.decay))
         });
-        drop(lines);
         Ok(Some(Self(recorder.clone())))
     }
 }
@@ -319,17 +317,17 @@ impl RecorderInner {
 
     /// Writes the waiting lines. Returns `true` if the recording ended meanwhile.
     fn write(&self, sink: &mut Sink, flush: bool) -> bool {
-        let spare = mem::take(&mut sink.spare);
-        let (mut text, is_over) = {
+        let is_over = {
             let mut lines = lock(&self.lines);
             self.waiting.store(0, Ordering::Relaxed);
-            (mem::replace(&mut lines.text, spare), lines.is_over)
+            mem::swap(&mut lines.text, &mut sink.spare);
+            lines.is_over
         };
         let mut failed = None;
         self.writer.store(here(), Ordering::Relaxed);
         if let Some(to) = &mut sink.to {
             let written = caught(|| {
-                to.write_all(text.as_bytes())?;
+                to.write_all(sink.spare.as_bytes())?;
                 if flush || is_over { to.flush() } else { Ok(()) }
             });
             failed = match written {
@@ -342,8 +340,7 @@ impl RecorderInner {
         // Dropping the sink runs code of the program.
         let _ = caught(|| drop(done));
         self.writer.store(0, Ordering::Relaxed);
-        text.clear();
-        sink.spare = text;
+        sink.spare.clear();
         let mut lines = lock(&self.lines);
         if let Some(error) = failed {
             lines.stop(error);
@@ -353,11 +350,14 @@ impl RecorderInner {
 }
 
 impl Drop for RecorderInner {
-    /// Drops the sink, which is foreign code: nothing may unwind out of a drop.
+    /// Drops the sink, which is foreign code: nothing may unwind out of a drop. Not in a forked
+    /// child, which shares the sink's file with the parent: its drop may write what it holds.
     fn drop(&mut self) {
-        // In a forked child another thread may have held the lock.
-        let sink = try_lock(&self.sink).and_then(|mut sink| sink.to.take());
-        let _ = caught(|| drop(sink));
+        let to = &mut self.sink.get_mut().unwrap_or_else(PoisonError::into_inner).to;
+        let sink = ManuallyDrop::new(to.take());
+        if self.birth.is_here() {
+            let _ = caught(|| drop(ManuallyDrop::into_inner(sink)));
+        }
     }
 }
 
@@ -459,5 +459,86 @@ impl fmt::Write for Escaped<'_> {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(all(test, unix, not(lowtide_loom)))]
+#[expect(unsafe_code, reason = "fork and waitpid are C calls")]
+mod tests {
+    use std::io::{self, Read as _, Seek as _};
+
+    use super::*;
+    use crate::api::arena::DeviceArena;
+    use crate::driver::host::HostDriver;
+    use lowtide_core::clock::SystemClock;
+
+    /// A sink that writes when it is dropped, as one that compresses.
+    struct Trailing(std::fs::File);
+
+    impl Write for Trailing {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    impl Drop for Trailing {
+        fn drop(&mut self) {
+            self.0.write_all(b"end").expect("a file");
+        }
+    }
+
+    fn in_child(act: impl FnOnce() -> bool) {
+        // SAFETY: the child makes the calls under test, and ends.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: sets a timer of this process, which ends it if it waits for a lock.
+            unsafe { libc::alarm(20) };
+            let is_right = act();
+            // SAFETY: ends the child at once, without running the parent's exit handlers.
+            unsafe { libc::_exit(i32::from(!is_right)) };
+        }
+        let mut status = 0;
+        // SAFETY: `status` is a valid place for an int, and `child` is our own child.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "status {status:#x}");
+    }
+
+    /// The bug: the sink was dropped in the child too, so that its last bytes came twice.
+    #[test]
+    fn a_forked_child_does_not_drop_the_sink_of_its_parent() {
+        for is_locked in [false, true] {
+            let mut file = tempfile::tempfile().expect("a file");
+            let recorder = Recorder::new(Trailing(file.try_clone().expect("a file")));
+            let sink = ManuallyDrop::new(is_locked.then(|| lock(&recorder.inner.sink)));
+            in_child(|| {
+                // SAFETY: the child drops its only handle once.
+                drop(unsafe { std::ptr::read(&raw const recorder) });
+                true
+            });
+            drop(ManuallyDrop::into_inner(sink));
+            drop(recorder);
+            let mut text = String::new();
+            file.rewind().expect("a file");
+            file.read_to_string(&mut text).expect("a text");
+            assert_eq!(text, "end");
+        }
+    }
+
+    /// The bug: the child waited for the lock of a thread that it does not have.
+    #[test]
+    fn an_arena_of_a_forked_child_is_refused_the_recorder_of_the_parent() {
+        let recorder = Recorder::new(io::sink());
+        let lines = ManuallyDrop::new(lock(&recorder.inner.lines));
+        in_child(|| {
+            let recorder = Some(recorder.clone());
+            let config = ArenaConfig { recorder, ..ArenaConfig::new("child") };
+            let (driver, clock) = (Arc::new(HostDriver::new()), Arc::new(SystemClock::new()));
+            matches!(DeviceArena::open(driver, clock, config), Err(DeviceError::Forked))
+        });
+        drop(ManuallyDrop::into_inner(lines));
     }
 }

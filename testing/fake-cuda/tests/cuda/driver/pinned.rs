@@ -11,6 +11,7 @@ use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use lowtide::ByteSize;
 use lowtide_fake_cuda::{Fake, Guard, Options};
 use lowtide_gpu::clock::SystemClock;
+use lowtide_gpu::driver::StreamHandle;
 use lowtide_gpu::{Buffer, DeviceError, Lane, PinnedBuffer, PinnedConfig, PinnedPool, Region};
 
 use super::pinned_schedule::{self, Done};
@@ -137,6 +138,23 @@ fn a_copy_returns_its_buffer_when_it_is_complete() {
     drop(lane.copy_to_device(filled(&pool, 1), &mut other).expect("queued"));
     pool.close().expect("nothing is live");
     drop((other, pool));
+    end((fake, bed, arena, lane));
+}
+
+/// The bug: the driver refused copies and waits on the legacy default stream, and each attempt left
+/// its buffer quarantined.
+#[test]
+fn a_lane_of_the_legacy_stream_copies_pinned_buffers() {
+    let (fake, bed, arena, lane) = start();
+    // SAFETY: the legacy default stream always exists.
+    let legacy = unsafe { arena.lane(StreamHandle::LEGACY) }.expect("a lane");
+    let (pool, mut middle) = (pool(&bed), device(&legacy));
+    let sent = legacy.copy_to_device(filled(&pool, 5), &mut middle).expect("queued");
+    let back = legacy.copy_to_host(&mut middle, filled(&pool, 0)).expect("queued");
+    holds(&back.wait().expect("complete"), 5);
+    drop((sent, middle));
+    pool.close().expect("nothing is live or quarantined");
+    drop((pool, legacy));
     end((fake, bed, arena, lane));
 }
 
