@@ -583,8 +583,13 @@ impl<E: Estimate> MemoryLayer<E> {
         let is_arriving = !body.is_end_stream();
         let reads = is_http2 && need.as_ref().is_some_and(|need| need.has(READS));
         let may_receive = can_suspend && reads && is_arriving;
-        let label = format_args!("{} {route}", head.method);
-        let booked = settings.book(slot, (cost, priority), &label, waiting, may_receive);
+        let booked = settings.book(
+            slot,
+            (cost, priority),
+            &format_args!("{} {route}", head.method),
+            waiting,
+            may_receive,
+        );
         let (permit, slot) = match booked {
             Ok(booked) => booked,
             Err(rejected) => return Err(NotAdmitted { rejected, cost, priority }),
