@@ -96,13 +96,8 @@ impl fmt::Display for Requester {
 }
 
 /// Describes the reason for an eviction, with the figures of now for the budget that lacks room.
-fn cause(
-    requester: &Requester,
-    admission: &AdmissionState,
-    cost: Cost,
-    budget: Budget,
-) -> Arc<str> {
-    let (ledger, needed) = (admission.ledger(budget), cost.of(budget));
+fn cause(requester: &Requester, state: &AdmissionState, cost: Cost, budget: Budget) -> Arc<str> {
+    let (ledger, needed) = (state.ledger(budget), cost.of(budget));
     let (reserved, allowance) = (ledger.reserved_bytes(), ledger.allowance_bytes());
     format!(
         "evicted for {requester}, which needed {needed} of {budget} memory while {reserved} of \

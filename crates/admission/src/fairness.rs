@@ -205,11 +205,7 @@ impl Fairness {
     /// Adds the cost of the headroom since the last update.
     fn weigh(&mut self, seen: &LedgerFigures, kept: f64) {
         let room = seen.allowance.saturating_sub(seen.reserved).as_f64();
-        let empty = if seen.allowance.is_zero() {
-            0.0
-        } else {
-            room.min(self.reserved_headroom) / seen.allowance.as_f64()
-        };
+        let empty = room.min(self.reserved_headroom) / seen.allowance.as_f64().max(1.0);
         self.price = self.price * kept + empty * (1.0 - kept);
     }
 

@@ -23,9 +23,7 @@ use lowtide_core::clock::{Bell, Moment};
 use super::correction::K_START;
 use super::cost::{Budget, Cost, Priority, RejectReason, Rejected};
 use super::eviction::{Eviction, Evictor, Patience, RetryHint};
-use super::large::{
-    LARGE_MIN, LargeRequest, LargeRequests, RequestFigures, RequestMemory, TOP_MAX,
-};
+use super::large::{LARGE_MIN, LargeRequest, LargeRequests, RequestMemory, TOP_MAX};
 use super::learning::LASTS;
 use super::ledger::{Booked, InsufficientBudget, Ledger, Reservation, ResourceHold};
 use super::permit::{Permit, Waiting};
@@ -180,8 +178,7 @@ impl AdmissionState {
 
     #[inline(never)]
     fn admit_or_reject(&'static self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
-        let admitted = self.try_admit(None, cost, priority, None);
-        admitted.inspect_err(|it| self.count_rejection(it.reason(), it.shortage()))
+        self.try_admit(None, cost, priority, None).map_err(|rejected| self.reject(rejected))
     }
 
     /// Like [`Admission::try_admit_with`](super::Admission::try_admit_with), but a rejection is not
@@ -302,7 +299,6 @@ impl AdmissionState {
     }
 
     /// Reserves a cost in every budget, or in none.
-    #[inline]
     fn book(
         &self,
         cost: Cost,
@@ -726,13 +722,8 @@ impl AdmissionState {
     }
 
     /// Counts a rejection, in the class of what did not fit.
-    #[inline]
-    pub(super) fn count_rejection(
-        &self,
-        reason: RejectReason,
-        shortage: Option<(Budget, ByteSize)>,
-    ) {
-        self.tally().rejected(reason, shortage);
+    pub(super) fn count_rejection(&self, reason: RejectReason, short: Option<(Budget, ByteSize)>) {
+        self.tally().rejected(reason, short);
         if reason.is_shed() {
             self.sheds.fetch_add(1, Ordering::Relaxed);
         }
@@ -766,7 +757,6 @@ impl AdmissionState {
         counts
     }
 
-    #[inline]
     fn tally(&self) -> Tally<'_> {
         Tally::here(&self.tallies)
     }
@@ -1000,7 +990,7 @@ impl AdmissionState {
         let mut top: [Option<(ByteSize, Arc<dyn LargeRequest>)>; TOP_MAX] = Default::default();
         for request in self.large.each() {
             let figures = request.figures().filter(|of| of.admitted_at.is_some());
-            let Some(RequestFigures { reserved, .. }) = figures else { continue };
+            let Some(reserved) = figures.map(|of| of.reserved) else { continue };
             let is_less =
                 |of: &Option<(ByteSize, _)>| of.as_ref().is_none_or(|(other, _)| *other < reserved);
             let at = top.partition_point(|of| !is_less(of));

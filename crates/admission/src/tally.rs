@@ -55,7 +55,6 @@ impl ShardId {
     const NONE: Self = Self(usize::MAX);
 
     /// Returns the place of the calling thread; a shared one if the thread is about to end.
-    #[inline]
     pub(super) fn here() -> Self {
         let place = HERE.get();
         if place == Self::NONE { Self::find() } else { place }
@@ -202,7 +201,6 @@ impl<'a> Tally<'a> {
     }
 
     /// Counts a rejected request, by class if it did not fit this budget.
-    #[inline]
     pub(super) fn rejected(self, reason: RejectReason, full: Option<(Budget, ByteSize)>) {
         if let Some(counter) = self.shard.rejected.get(reason as usize) {
             self.add(counter, 1);

@@ -61,7 +61,6 @@ impl PurgeablePages {
     }
 
     /// Counts the bytes of a request that has ended.
-    #[inline]
     pub(super) fn free(&self, bytes: ByteSize) {
         if self.is_large(bytes) {
             self.freed.fetch_max(bytes.get(), Ordering::Relaxed);
@@ -70,7 +69,6 @@ impl PurgeablePages {
 
     /// Returns `true` if a request must wait for a purge. Requests have reserved `unheld` bytes
     /// that they do not hold.
-    #[inline]
     pub(super) fn keeps_out(&self, bytes: ByteSize, unheld: ByteSize) -> bool {
         self.is_large(bytes) && self.keeps_out_large(bytes, unheld)
     }

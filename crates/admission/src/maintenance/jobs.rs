@@ -111,9 +111,8 @@ impl Job {
     fn place(self) -> Option<usize> {
         match self {
             Self::Purge { trigger: Trigger::Pressure } => Some(0),
-            Self::Reclaim { step } => {
-                (step < ReclaimPolicy::STEPS_MAX).then_some(STEP_FIRST + step)
-            }
+            Self::Reclaim { step: ReclaimPolicy::STEPS_MAX.. } => None,
+            Self::Reclaim { step } => Some(STEP_FIRST + step),
             _ => REST.iter().position(|job| *job == self).map(|at| REST_FIRST + at),
         }
     }

@@ -228,7 +228,6 @@ fn unloading<R>(clean_up: impl FnOnce() -> R) -> Result<R, String> {
 
 /// Returns `true` inside an unload on this thread. Acquiring there could wait for itself: for a
 /// resource whose load waits for the room that this unload makes.
-#[inline]
 pub(super) fn is_unloading() -> bool {
     UNLOADING.get()
 }

@@ -284,14 +284,10 @@ impl<T: Send + Sync + 'static> Cell<T> {
 
     /// Passes on what the loader returned, and lets the load no longer time out; or cleans it up if
     /// the load was given up.
-    fn loader_returned(
-        &self,
-        number: u64,
-        loaded: Result<T, LoadFailure>,
-    ) -> Result<T, LoadFailure> {
+    fn loader_returned(&self, nth: u64, loaded: Result<T, LoadFailure>) -> Result<T, LoadFailure> {
         // In a child that the loader forked nothing is cleaned up.
         let Some(mut state) = self.here() else { return loaded };
-        if let Some(loading) = state.loading(number) {
+        if let Some(loading) = state.loading(nth) {
             loading.deadline = Moment::NEVER;
             return loaded;
         }
