@@ -50,9 +50,9 @@ use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
-use lowtide_core::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use lowtide_core::sync::{Mutex, RwLock, lock};
 
+use crate::shared::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use crate::shared::{Mutex, RwLock, lock};
 use crate::tally::SizeClass;
 use crate::usage::Usage;
 
@@ -696,6 +696,8 @@ impl Drop for SlowStartPermit {
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use super::*;
+    use crate::shared::written;
+    use crate::{Admission, Cost};
 
     const MIB: ByteSize = ByteSize::mib(1);
     const ROOM: Room = alone(ByteSize::mib(200));
@@ -706,6 +708,42 @@ mod tests {
 
     fn of(needs: &Needs, estimate: ByteSize, is_declared: bool) -> Compared {
         needs.of(Kind { route: 1, is_declared, has_many_routes: false }, estimate, false)
+    }
+
+    /// In the order in which the layer does it. Blocks of these sizes begin a cache line in jemalloc.
+    #[test]
+    fn a_request_of_a_known_route_writes_four_cache_lines_that_threads_share_and_a_permit_one() {
+        let (admission, needs) = (Admission::with_limit(ByteSize::gib(1)), Needs::default());
+        let usage = admission.state().routes.of_route("GET", "/", true, true);
+        let admit = |bytes| admission.try_admit(Cost::host(bytes)).expect("there is room");
+        let name = || ("GET", b"/".as_slice());
+        let request = || {
+            let need = of(&needs, MIB, true);
+            let mut permit = admit(need.claim(ROOM));
+            permit.report(ByteSize::ZERO);
+            need.usage(name).expect("it is kept").add(MIB, MIB, permit.observed());
+            need.learn(MIB);
+        };
+        let need = of(&needs, MIB, true);
+        need.keep_usage(&usage, "GET", b"/", true);
+        (0..LESSONS_MIN).for_each(|_| need.learn(MIB));
+        request();
+        let counts = 2 * size_of::<usize>();
+        let blocks = [
+            (Arc::as_ptr(&need.need).addr() - counts, size_of::<RouteNeed>() + counts),
+            (Arc::as_ptr(&usage).addr() - counts, size_of::<Usage>() + counts),
+        ];
+        let line = |at: usize| {
+            let block = blocks.iter().find(|(from, size)| (*from..from + size).contains(&at));
+            block.map_or((0, at / 64), |(from, _)| (*from, (at - from) / 64))
+        };
+        let lines = |work: &dyn Fn()| {
+            written(work).into_iter().map(line).collect::<std::collections::BTreeSet<_>>().len()
+        };
+        assert_eq!(lines(&|| drop(admit(MIB))), 1);
+        // One of as many adds them to the requests of all.
+        let all: usize = (0..BATCH).map(|_| lines(&request)).sum();
+        assert_eq!(all as u64, 4 * BATCH + 1);
     }
 
     /// One of each hundred requests needs a hundred times more.

@@ -26,10 +26,10 @@ use std::num::NonZero;
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
-use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::correction::{Correction, LedgerTotals, Measured, few};
 use super::learning::{FIRST_PART, Room};
+use super::shared::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// The result of a reservation.
 pub(crate) type Booked<T = ()> = Result<T, InsufficientBudget>;
@@ -86,8 +86,13 @@ const UTILIZATION_MAX: f64 = 100.0;
 /// made only through [`Admission`](super::admission::Admission), whose permits release exactly what
 /// they reserved.
 #[derive(Debug, Default)]
+#[repr(C)]
 pub struct Ledger {
-    reserved: CachePadded,
+    /// On cache lines of their own: what requests write does not slow down readers of other fields.
+    reserved: AtomicU64,
+    /// The part of the requests' reservations that they do not hold, as far as they are measured.
+    pub(crate) unheld: AtomicU64,
+    _rest: CacheAligned,
     /// Written by the control loop only.
     allowance: AtomicU64,
     /// Written by the control loop only.
@@ -120,9 +125,7 @@ pub struct Ledger {
     resource_reservations: AtomicU64,
     /// The part of `resource_reservations` that is loaded, and so part of what is measured.
     settled: AtomicU64,
-    /// The part of the requests' reservations that they do not hold, as far as they are measured.
-    pub(crate) unheld: AtomicU64,
-    /// What work in progress had taken of it at the last tick.
+    /// What work in progress had taken of `unheld` at the last tick.
     pub(crate) taken: AtomicU64,
     /// The part of the requests' reservations whose need was not known when they were admitted.
     pub(crate) unlearned: AtomicU64,
@@ -145,7 +148,7 @@ impl Ledger {
         let Self { units, resource_reservations, settled, .. } = self;
         let Self { unheld, taken, unlearned, suspended, observed, .. } = self;
         let resources = [units, resource_reservations, settled, alone_resources, taken];
-        let requests = [&self.reserved.0, unheld, unlearned, suspended, observed, alone, single];
+        let requests = [&self.reserved, unheld, unlearned, suspended, observed, alone, single];
         let sharing = [reserved_headroom, drain, pause_ms];
         for figure in resources.into_iter().chain(requests).chain(sharing) {
             figure.store(0, Ordering::Relaxed);
@@ -200,7 +203,7 @@ impl Ledger {
     /// failed exchange means that another one succeeded (or, rarely, failed spuriously).
     #[inline]
     fn update_reserved(&self, to: impl Fn(u64) -> Option<u64>) -> Result<u64, u64> {
-        self.reserved.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, to)
+        self.reserved.fetch_update(Ordering::Relaxed, Ordering::Relaxed, to)
     }
 
     /// Like [`Ledger::try_book`], but may use the reserved headroom: for a request of high
@@ -281,7 +284,7 @@ impl Ledger {
     #[inline]
     pub(crate) fn release(&self, bytes: ByteSize) {
         // Ordered before the look at the queue of waiting requests (`waiting`).
-        let before = self.reserved.0.fetch_sub(bytes.get(), Ordering::SeqCst);
+        let before = self.reserved.fetch_sub(bytes.get(), Ordering::SeqCst);
         debug_assert!(before >= bytes.get(), "released {bytes} of {before} reserved bytes");
     }
 
@@ -352,7 +355,7 @@ impl Ledger {
         if bytes.is_zero() {
             return true;
         }
-        let reserved = self.reserved.0.load(Ordering::Relaxed);
+        let reserved = self.reserved.load(Ordering::Relaxed);
         let reserved_headroom = self.reserved_headroom.load(Ordering::Relaxed).max(bytes.get());
         let alone = self.alone().saturating_add(freed.get());
         let alone = alone.saturating_sub(self.alone_debt.load(Ordering::Relaxed));
@@ -366,7 +369,7 @@ impl Ledger {
     /// Returns `true` if a resource of these bytes would fit if other resource reservations of
     /// `freed` bytes were released.
     pub(crate) fn fits_resource(&self, bytes: ByteSize, freed: ByteSize) -> bool {
-        let sum = self.reserved.0.load(Ordering::Relaxed).checked_add(self.units_of(bytes));
+        let sum = self.reserved.load(Ordering::Relaxed).checked_add(self.units_of(bytes));
         bytes.is_zero() || sum.is_some_and(|sum| sum <= self.allowance_without(freed))
     }
 
@@ -405,9 +408,9 @@ impl Ledger {
         // In this order, so that `requests` is never less than what requests have reserved.
         if units.cast_signed() < 0 {
             add(&self.units, units);
-            add(&self.reserved.0, added);
+            add(&self.reserved, added);
         } else {
-            add(&self.reserved.0, added);
+            add(&self.reserved, added);
             add(&self.units, units);
         }
         self.settled.fetch_sub(settled, Ordering::Relaxed);
@@ -465,7 +468,7 @@ impl Ledger {
     /// Returns all reserved bytes, with resources counted by their units.
     #[must_use]
     pub fn reserved(&self) -> ByteSize {
-        ByteSize::new(self.reserved.0.load(Ordering::Relaxed))
+        ByteSize::new(self.reserved.load(Ordering::Relaxed))
     }
 
     /// Returns the bytes that requests have reserved, without the correction factor.
@@ -649,11 +652,10 @@ impl Ledger {
     }
 }
 
-/// A counter on its own cache lines, so that writes of all threads do not slow down readers of
-/// other fields.
+/// What follows begins with a cache line.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-struct CachePadded(AtomicU64);
+struct CacheAligned;
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {

@@ -39,6 +39,8 @@ extern crate lowtide_core;
 
 #[doc(hidden)]
 pub use lowtide_core::debug_as;
+#[cfg(not(all(test, not(lowtide_loom))))]
+use lowtide_core::sync as shared;
 
 mod admission;
 mod buckets;
@@ -60,6 +62,8 @@ mod permit;
 mod pressure;
 mod reclaim;
 mod reclaimer;
+#[cfg(all(test, not(lowtide_loom)))]
+mod shared;
 mod signal;
 mod state;
 mod tally;

@@ -13,12 +13,12 @@
 //! with names of at most [`NAME_MAX`] bytes; a record lasts as long as its admission, so that
 //! totals never fall; `live` is the sum of what the running requests reported.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use lowtide_core::bytes::{ByteSize, prefix};
 
 use super::cost::RejectReason;
+use super::shared::atomic::{AtomicU64, Ordering};
 
 /// The maximum number of routes with a record of their own. An estimate: more than most services
 /// have, and some hundred series.
