@@ -178,7 +178,28 @@ impl AdmissionState {
 
     #[inline(never)]
     fn admit_or_reject(&'static self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
+        let ceiling = self.host.ceiling();
+        let may_fit = cost.host <= ceiling && ceiling < ByteSize::MAX && priority < Priority::High;
+        // If it does not fit, that is the only reason, and nothing makes room for it.
+        if may_fit
+            && !(self.observes() || self.evicts() || self.unowned.load(Ordering::Relaxed) != 0)
+            && let Some(tally) = self.plain(cost, priority)
+        {
+            let booked = self.host.try_book(cost.host).map(|()| self.admitted(tally, cost.host));
+            return booked.map_err(|short| self.reject_at_once(short));
+        }
         self.try_admit(None, cost, priority, None).map_err(|rejected| self.reject(rejected))
+    }
+
+    /// Rejects a request, and counts it, for which the host has no room and nothing makes room.
+    fn reject_at_once(&self, short: InsufficientBudget) -> Rejected {
+        let (budget, asked) = (Budget::Host, short.asked);
+        self.lacked.fetch_min(asked.get(), Ordering::Relaxed);
+        let retry_after = self.retry_after(self.host.wait_for(&short));
+        self.count_rejection(RejectReason::Full, Some((budget, asked)));
+        let [reserved, allowance] =
+            [short.reserved, short.allowance].map(|of| self.host.in_bytes(of));
+        Rejected::Full { budget, asked, reserved, allowance, retry_after }
     }
 
     /// Like [`Admission::try_admit_with`](super::Admission::try_admit_with), but a rejection is not
@@ -204,13 +225,21 @@ impl AdmissionState {
     #[inline]
     fn admit_at_once(&'static self, cost: Cost, priority: Priority) -> Option<Permit> {
         // Nothing is called that returns: no register has to be saved.
-        let tally = Tally::owned(&self.tallies)?;
+        let tally = self.plain(cost, priority)?;
+        self.host.try_book_plain(cost.host).then(|| self.admitted(tally, cost.host))
+    }
+
+    /// Returns where a request is counted of which only the host's bytes have to be considered.
+    #[inline]
+    fn plain(&self, cost: Cost, priority: Priority) -> Option<Tally<'_>> {
         let is_plain = cost.device.is_zero() && priority != Priority::Exempt && self.is_open();
-        if !is_plain || self.unused.is_large(cost.host) || !self.host.try_book_plain(cost.host) {
-            return None;
-        }
-        tally.admit(cost.host, ByteSize::ZERO);
-        Some(Permit::host(self, cost.host))
+        Tally::owned(&self.tallies).filter(|_| is_plain && !self.unused.is_large(cost.host))
+    }
+
+    #[inline]
+    fn admitted(&'static self, tally: Tally<'_>, host: ByteSize) -> Permit {
+        tally.admit(host, ByteSize::ZERO);
+        Permit::host(self, host)
     }
 
     /// Returns `true` if requests of every priority are admitted that fit.
@@ -516,11 +545,14 @@ impl AdmissionState {
     }
 
     fn evictor(&self) -> Option<Arc<Evictor>> {
-        let has_any = !self.host.resource_reservations().is_zero()
+        // Most services have nothing to evict: then the lock is not tried.
+        self.evicts().then(|| self.evictor.try_read().ok())??.clone()
+    }
+
+    fn evicts(&self) -> bool {
+        !self.host.resource_reservations().is_zero()
             || !self.device.resource_reservations().is_zero()
-            || self.has_reclaimers.load(Ordering::Relaxed);
-        // Most services have neither: then the lock is not tried.
-        has_any.then(|| self.evictor.try_read().ok())??.clone()
+            || self.has_reclaimers.load(Ordering::Relaxed)
     }
 
     /// Returns `true` if a request of this cost would fit if `freed` bytes of resources were

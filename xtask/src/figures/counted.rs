@@ -50,7 +50,7 @@ const MISSED: &[(&str, f64)] = &[
     ("arena.warm.files", 23.0),
     ("arena.warm.functions", 107.0),
     ("gpu.view.calls", 11.0),
-    ("light.rejection.instructions", 475.0),
+    ("light.rejection.instructions", 280.0),
     ("measured.layer.ratio", 1.085),
     ("measured.scope.peak.instructions", 390.0),
 ];
