@@ -197,7 +197,7 @@ impl Backing {
     pub(crate) fn cost(&self, span: Span) -> u64 {
         match self {
             Self::Reserved(segment) => segment.cost(span),
-            Self::SegmentList(pieces) => u64::from(pieces.opened(span) > 0) << 32,
+            Self::SegmentList(pieces) => u64::from(pieces.opened(span) > 0),
         }
     }
 

@@ -38,9 +38,6 @@ const COST_OF_COMMITTING: u64 = 1 << 35;
 /// highest bins, whose sizes differ by less than 1/16 within a bin. 32 take some 2 us.
 const LOOKS: usize = 32;
 
-/// The part of the cost that counts granules to commit.
-const COMMITS: u64 = (1 << 32) - 1;
-
 /// Returns the end of a region to which blocks of a size belong.
 pub(crate) const fn end_of(size: u64) -> End {
     if size < SMALL_BELOW { End::High } else { End::Low }
@@ -190,8 +187,8 @@ impl RegionState {
             if pending.bytes == 0 {
                 return cost;
             }
-            let foreign = u64::from(foreign(place));
-            cost + foreign * COST_OF_WAITING + u64::from(cost & COMMITS > 0) * COST_OF_COMMITTING
+            let commits = u64::from(segment.missing(place).granules > 0);
+            cost + u64::from(foreign(place)) * COST_OF_WAITING + commits * COST_OF_COMMITTING
         };
         let inactive = |place| {
             let commits = u64::from(segment.missing(place).granules > 0);

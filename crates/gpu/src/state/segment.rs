@@ -198,21 +198,21 @@ impl Segment {
         }
     }
 
-    /// Returns the cost of placing a block in a span, beyond its size: granules to commit first,
-    /// then granules at its edges that no other block touches and that the block would keep from
-    /// becoming idle. O(1), plus one step for each 64 granules.
+    /// Returns the cost of placing a block in a span, beyond its size: the granules to commit, and
+    /// those at its edges that no other block touches and that the block would keep from becoming
+    /// idle. Both count alike, so that idle memory is used before more is committed. O(1), plus one
+    /// step for each 64 granules.
     pub(crate) fn cost(&self, span: Span) -> u64 {
         if let Some(granule) = self.shared(span) {
             let (half, at) = self.half(granule);
-            let opened = u64::from(!half.is_touched(at)) << 32;
-            return opened + half.missing_one(at).granules;
+            return u64::from(!half.is_touched(at)) + half.missing_one(at).granules;
         }
         let cover = self.cover_of(span);
         let opened = cover.partly.into_iter().flatten().filter(|&granule| {
             let (half, at) = self.half(granule);
             !half.is_touched(at)
         });
-        opened.count() as u64 * (1 << 32) + self.missing(span).granules
+        opened.count() as u64 + self.missing(span).granules
     }
 
     /// Returns the number of inactive granules of the span, which a block there would make active.
