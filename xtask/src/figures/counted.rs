@@ -115,14 +115,8 @@ fn misses_only_what_is_known(text: &str) -> bool {
 /// With commas: `2,048`.
 fn commas(count: u64) -> String {
     let digits = count.to_string();
-    let mut text = String::new();
-    for (at, digit) in digits.chars().enumerate() {
-        if at > 0 && (digits.len() - at).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
+    let groups: Vec<_> = digits.as_bytes().rchunks(3).rev().map(String::from_utf8_lossy).collect();
+    groups.join(",")
 }
 
 /// Returns a value with the digits and the unit of a cell; `None` if the cell is no number.
