@@ -168,8 +168,9 @@ struct BodyLength(Option<ByteSize>);
 
 /// Records the length of the body where its head says something else, because a layer outside has
 /// replaced the body: one that decompresses it removes the length from the head, and one with a
-/// timeout tells none. Returns the length, as [`body_length`].
-pub(super) fn note_length(head: &mut Parts, body: &impl Body) -> Option<ByteSize> {
+/// timeout tells none. Returns the length, as [`body_length`]. Only a layer outside, behind which the
+/// request `is_inner`, has recorded another one.
+pub(super) fn note_length(head: &mut Parts, body: &impl Body, is_inner: bool) -> Option<ByteSize> {
     let (declared, is_of_header) = head_length(head);
     let hint = if body.is_end_stream() { SizeHint::with_exact(0) } else { body.size_hint() };
     let length = match hint.exact().map(ByteSize::new) {
@@ -178,10 +179,10 @@ pub(super) fn note_length(head: &mut Parts, body: &impl Body) -> Option<ByteSize
         // A body that tells nothing of itself is none if the method has none.
         None => declared.filter(|_| is_bare(&head.method) && hint.lower() == 0),
     };
-    if length == declared {
-        head.extensions.remove::<BodyLength>();
-    } else {
+    if length != declared {
         head.extensions.insert(BodyLength(length));
+    } else if is_inner {
+        head.extensions.remove::<BodyLength>();
     }
     length
 }

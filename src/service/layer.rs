@@ -23,6 +23,7 @@
 use std::fmt;
 use std::future::Future;
 use std::hash::{BuildHasher, Hash};
+use std::marker::PhantomData;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -87,14 +88,15 @@ type Exempt = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
 /// If several layers of one admission stand around a handler, the outermost admits the request. The
 /// others only pass it on, and the first such request logs a warning.
 pub struct MemoryLayer<E> {
-    estimate: Arc<E>,
     settings: Arc<LayerSettings>,
+    _estimate: PhantomData<Arc<E>>,
 }
 
-/// The settings of a layer besides its estimate, which its clones and requests share.
+/// The settings of a layer, which its clones and requests share: one count for each to write.
 #[derive(Clone)]
 struct LayerSettings {
     admission: Admission,
+    estimate: Arc<dyn Estimate>,
     exempt: Option<Exempt>,
     exempt_paths: ExemptPaths,
     reject: Arc<Reject>,
@@ -141,6 +143,7 @@ impl<E: Estimate> MemoryLayer<E> {
     pub fn new(admission: Admission, estimate: E) -> Self {
         let settings = LayerSettings {
             admission,
+            estimate: Arc::new(estimate),
             exempt: None,
             exempt_paths: ExemptPaths::of_health(),
             reject: Arc::new(negotiated),
@@ -155,7 +158,7 @@ impl<E: Estimate> MemoryLayer<E> {
             load_reports: None,
             clock: Arc::new(SystemClock::new()),
         };
-        Self { estimate: Arc::new(estimate), settings: Arc::new(settings) }
+        Self { settings: Arc::new(settings), _estimate: PhantomData }
     }
 
     fn settings(&mut self) -> &mut LayerSettings {
@@ -165,7 +168,9 @@ impl<E: Estimate> MemoryLayer<E> {
     /// Replaces the estimate.
     #[must_use]
     pub fn with_estimate<F: Estimate>(self, estimate: F) -> MemoryLayer<F> {
-        MemoryLayer { estimate: Arc::new(estimate), settings: self.settings }
+        let mut settings = self.settings;
+        Arc::make_mut(&mut settings).estimate = Arc::new(estimate);
+        MemoryLayer { settings, _estimate: PhantomData }
     }
 
     /// Sets the key of a request: what requests of one key held determines what later ones reserve.
@@ -494,7 +499,7 @@ const SECRET_MIN: usize = 16;
 
 impl<E> Clone for MemoryLayer<E> {
     fn clone(&self) -> Self {
-        Self { estimate: Arc::clone(&self.estimate), settings: Arc::clone(&self.settings) }
+        Self { settings: Arc::clone(&self.settings), _estimate: PhantomData }
     }
 }
 
@@ -534,7 +539,7 @@ impl<E: Estimate> MemoryLayer<E> {
         {
             return (Cost::host(share.bytes), Priority::Exempt, Some(share));
         }
-        let (cost, priority) = self.estimate.estimate_with_length(head, length);
+        let (cost, priority) = self.settings.estimate.estimate_with_length(head, length);
         (cost, priority, None)
     }
 
@@ -628,11 +633,10 @@ impl<E: Estimate> MemoryLayer<E> {
         Ok(RequestPermit::new(terms, holds, is_arriving))
     }
 
-    /// Returns `true` if another layer of this admission has admitted the request, so that it has a
-    /// reservation already. Bug: it reserved twice, and waited for itself in the slow start.
-    fn has_admitted(&self, head: &Parts) -> bool {
+    /// Returns `true` if this permit, of a layer outside, is of this admission, so that the request
+    /// has a reservation already. Bug: it reserved twice, and waited for itself in the slow start.
+    fn has_admitted(&self, permit: &RequestPermit, head: &Parts) -> bool {
         static WARNED: AtomicBool = AtomicBool::new(false);
-        let Some(permit) = head.extensions.get::<RequestPermit>() else { return false };
         let has_admitted = permit.is_admitted_by(&self.settings.admission);
         if has_admitted && !WARNED.swap(true, Ordering::Relaxed) {
             let path = head.uri.path();
@@ -861,10 +865,12 @@ where
 
     fn call(&mut self, request: Request<Q>) -> Self::Future {
         let (mut head, body) = request.into_parts();
-        if self.layer.has_admitted(&head) {
+        let outer = head.extensions.get::<RequestPermit>();
+        let is_inner = outer.is_some();
+        if outer.is_some_and(|outer| self.layer.has_admitted(outer, &head)) {
             return ResponseFuture { state: self.layer.start(&mut self.inner, head, body, None) };
         }
-        let length = note_length(&mut head, &body);
+        let length = note_length(&mut head, &body, is_inner);
         let state = match self.layer.admit(&head, &body, length, None, false) {
             Ok(permit) => self.layer.start(&mut self.inner, head, body, Some(permit)),
             Err(refused) => self.refuse(head, body, refused),
@@ -1043,10 +1049,9 @@ where
                         Err(_) => reports.count_failed_call(),
                     }
                 }
-                let permit = permit.clone();
-                let response = answered?;
-                let body = |body| ResponseBody::new(body, Some(permit), trailers);
-                Poll::Ready(Ok(response.map(body)))
+                let permit = future.project().permit.take();
+                let body = |body| ResponseBody::new(body, permit, trailers);
+                Poll::Ready(answered.map(|response| response.map(body)))
             }
             RequestStateProject::Rejected { rest, reports } => {
                 rest.as_mut().poll(cx).map(|answer| Ok(reject_with(answer, reports.as_deref())))

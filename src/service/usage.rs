@@ -27,17 +27,12 @@ fn kept<'a>(need: &'a Compared, origin: &RequestOrigin) -> Option<&'a Arc<Usage>
 
 /// Returns the record of the request's route, or that of all routes without one.
 #[cold]
-fn look_up(
-    need: &Compared,
-    permit: &Permit,
-    origin: &RequestOrigin,
-    succeeded: bool,
-) -> Arc<Usage> {
+fn look_up(need: &Compared, permit: &Permit, origin: &RequestOrigin, success: bool) -> Arc<Usage> {
     let (method, route) = (origin.method.as_str(), origin.route.as_str());
     unmeasured(|| {
-        let usage = permit.state().routes.of_route(method, route, origin.is_matched, succeeded);
+        let usage = permit.state().routes.of_route(method, route, origin.is_matched, success);
         // Records are not removed: a route that could have had one now finds them all taken.
-        need.keep_usage(&usage, method, route.as_bytes(), origin.is_matched || succeeded);
+        need.keep_usage(&usage, method, route.as_bytes(), origin.is_matched || success);
         usage
     })
 }

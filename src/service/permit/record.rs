@@ -315,15 +315,10 @@ impl PermitState {
     }
 
     /// Replaces its live bytes in the figures of its route and tenant.
-    pub(super) fn change_live(
-        &mut self,
-        origin: &RequestOrigin,
-        before: ByteSize,
-        after: ByteSize,
-    ) {
+    pub(super) fn change_live(&mut self, origin: &RequestOrigin, from: ByteSize, to: ByteSize) {
         if let Some(need) = &self.holds.need {
             let live_in = || LiveIn::new(&self.holds.permit, origin, need);
-            self.live_in.get_or_insert_with(live_in).change(before, after);
+            self.live_in.get_or_insert_with(live_in).change(from, to);
         }
     }
 
