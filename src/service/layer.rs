@@ -588,13 +588,9 @@ impl<E: Estimate> MemoryLayer<E> {
         let is_arriving = !body.is_end_stream();
         let reads = is_http2 && need.as_ref().is_some_and(|need| need.has(READS));
         let may_receive = can_suspend && reads && is_arriving;
-        let booked = settings.book(
-            slot,
-            (cost, priority),
-            &format_args!("{} {route}", head.method),
-            waiting,
-            may_receive,
-        );
+        let (method, asked) = (&head.method, (cost, priority));
+        let booked =
+            settings.book(slot, asked, &format_args!("{method} {route}"), waiting, may_receive);
         let (permit, slot) = match booked {
             Ok(booked) => booked,
             Err(rejected) => return Err(NotAdmitted { rejected, cost, priority }),

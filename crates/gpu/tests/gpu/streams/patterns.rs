@@ -285,7 +285,7 @@ fn temporaries(run: &mut Run) {
 /// A byte more than a power of two.
 fn odd_sizes(run: &mut Run) {
     let (mut live, mut sum): (Vec<Buffer<u8>>, usize) = (Vec::new(), 0);
-    for _ in 0..10_000 {
+    for _ in 0..3_000 {
         let size = (1 << (10 + run.below(17))) + 1;
         while sum + size > 2 * GIB {
             let at = run.below(live.len());
@@ -298,7 +298,7 @@ fn odd_sizes(run: &mut Run) {
 
 fn grown_in_place(run: &mut Run) {
     let mut all: Vec<_> = (0..64).map(|_| run.alloc(256 << 10)).collect();
-    for _ in 0..6_000 {
+    for _ in 0..3_000 {
         let at = run.below(all.len());
         let size = all[at].len();
         let size = if size > 96 * MIB { 256 << 10 } else { size + size / 8 + 1 };
@@ -341,7 +341,7 @@ fn fresh_streams(run: &mut Run) {
 fn tables_of_two_streams(run: &mut Run) {
     let lanes = [run.lane.clone(), run.side()];
     let mut held: Vec<Buffer<u8>> = Vec::new();
-    for turn in 0..4_000 {
+    for turn in 0..1_200 {
         let size = (1 + run.below(512)) * MIB / 2 + run.below(MIB);
         held.push(run.alloc_on(&lanes[turn % 2], size));
         while held.iter().map(Buffer::len).sum::<usize>() > 5 * GIB {
@@ -382,6 +382,7 @@ const PATTERNS: [Pattern; 14] = [
 ];
 
 /// Plays a pattern, and prints and returns its ratio.
+#[expect(clippy::print_stdout, reason = "measured values are shown")]
 fn measure((name, pattern): Pattern, virtual_memory: bool) -> f64 {
     let mut run = Run::over(virtual_memory);
     pattern(&mut run);
