@@ -186,7 +186,9 @@ impl Head {
             && let Some(counters) = Counters::here()
         {
             switch(counters.read(), current);
-            Progress::begin(|it| it.most.load(Relaxed) - it.taken());
+            if IS_COUNTED.get() {
+                Progress::begin(|it| it.most.load(Relaxed) - it.taken());
+            }
         }
     }
 
@@ -258,6 +260,8 @@ struct ThreadProgress(Option<Arc<Progress>>);
 
 thread_local! {
     static PROGRESS: ThreadProgress = unmeasured(ThreadProgress::new);
+    /// `true` while the thread does such work.
+    static IS_COUNTED: Cell<bool> = const { Cell::new(false) };
 }
 
 impl ThreadProgress {
@@ -286,6 +290,7 @@ impl Progress {
         let _ = PROGRESS.try_with(|it| {
             if let Some(entry) = &it.0 {
                 let most = most(entry);
+                IS_COUNTED.set(most > 0);
                 entry.since.store(entry.counters.read().net(), Relaxed);
                 entry.most.store(most, Release);
             }
