@@ -115,7 +115,7 @@ impl<T: 'static> Account<T> {
     /// Like [`Account::run`], for work that may take up to `most` bytes before it ends. What it has
     /// taken of them is part of [`in_progress`] meanwhile. Costs some 40 instructions more, and
     /// nothing below 256 KiB.
-    #[inline]
+    #[cold]
     pub fn run_within<R>(self: &Arc<Self>, most: ByteSize, work: impl FnOnce() -> R) -> R {
         let begin = || {
             Progress::begin(|_| most.get());

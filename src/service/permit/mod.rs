@@ -123,10 +123,12 @@ impl RequestPermit {
         let _trial = admitted.progress.has(TRIAL).then(|| TrialWork::new(self));
         turn.into_iter().for_each(Turn::begins_work);
         let _cover = ReserveGuard(self, turn);
+        let covered = ByteSize::new(admitted.covered.load(Ordering::Relaxed));
+        if covered < LARGE_MIN || !admitted.terms.reports {
+            return self.0.run(work);
+        }
         // What the ledger does not know yet of what it holds.
-        let covered =
-            if admitted.terms.reports { admitted.covered.load(Ordering::Relaxed) } else { 0 };
-        self.0.run_within(ByteSize::new(covered).saturating_sub(self.0.memory().live), work)
+        self.0.run_within(covered.saturating_sub(self.0.memory().live), work)
     }
 
     /// Adds memory to this request that others allocated, for example the result of another task.
