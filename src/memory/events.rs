@@ -424,6 +424,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use lowtide_admission::ReclaimerStats;
+    use tracing_subscriber::layer::{Context, SubscriberExt as _};
 
     use super::*;
 
@@ -548,7 +549,8 @@ mod tests {
         let memory = crate::Memory::builder().detached().start().expect("it needs nothing");
         let (mut watch, events) = (Watch::default(), EventLog::default());
         let lines = Lines::default();
-        tracing::subscriber::with_default(lines.clone(), || {
+        let subscriber = tracing_subscriber::registry().with(lines.clone());
+        tracing::subscriber::with_default(subscriber, || {
             for second in 0..600 {
                 let mut now = published(&memory);
                 now.snapshot.now = Moment::after_origin(Duration::from_secs(second));
@@ -564,28 +566,12 @@ mod tests {
     #[derive(Clone, Default)]
     struct Lines(Arc<AtomicUsize>);
 
-    impl tracing::Subscriber for Lines {
-        fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
-            true
-        }
-
-        fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
-            tracing::span::Id::from_u64(1)
-        }
-
-        fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
-
-        fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
-
-        fn event(&self, event: &tracing::Event<'_>) {
+    impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Lines {
+        fn on_event(&self, event: &tracing::Event<'_>, _: Context<'_, S>) {
             if format!("{event:?}").contains("memory limit changed") {
                 self.0.fetch_add(1, Ordering::Relaxed);
             }
         }
-
-        fn enter(&self, _: &tracing::span::Id) {}
-
-        fn exit(&self, _: &tracing::span::Id) {}
     }
 
     #[test]

@@ -74,9 +74,8 @@ fn least_of(bucket: usize) -> ByteSize {
 }
 
 fn add(histogram: &mut Histogram, bytes: ByteSize, count: u64) {
-    if let Some(place) = histogram.get_mut(bucket(bytes)) {
-        *place = place.saturating_add(u32::try_from(count).unwrap_or(u32::MAX));
-    }
+    let (place, count) = (bucket(bytes), u32::try_from(count).unwrap_or(u32::MAX));
+    histogram.get_mut(place).into_iter().for_each(|it| *it = it.saturating_add(count));
 }
 
 /// Sums of histograms, by bucket.

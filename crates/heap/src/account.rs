@@ -113,15 +113,12 @@ impl<T: 'static> Account<T> {
     }
 
     /// Like [`Account::run`], for work that may take up to `most` bytes before it ends. What it has
-    /// taken of them is part of [`in_progress`] meanwhile. Costs some 40 instructions more, and
-    /// nothing below 256 KiB.
+    /// taken of them is part of [`in_progress`] meanwhile. Costs some 40 instructions more: for
+    /// work that may take much.
     #[cold]
     pub fn run_within<R>(self: &Arc<Self>, most: ByteSize, work: impl FnOnce() -> R) -> R {
-        let begin = || {
-            Progress::begin(|_| most.get());
-            ProgressGuard
-        };
-        let _guard = (most >= PROGRESS_MIN).then(begin);
+        Progress::begin(|_| most.get());
+        let _guard = ProgressGuard;
         self.run(work)
     }
 
@@ -236,10 +233,6 @@ pub fn is_measured() -> bool {
 pub fn unmeasured<R>(work: impl FnOnce() -> R) -> R {
     run_for(None, work)
 }
-
-/// Work that may take less is not read before it ends. An estimate: well above what a small request
-/// needs.
-const PROGRESS_MIN: ByteSize = ByteSize::kib(256);
 
 /// What a thread has taken of an amount, readable by other threads.
 struct Progress {

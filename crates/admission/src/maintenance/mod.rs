@@ -370,9 +370,10 @@ impl Maintenance {
         let own = [&mut self.host, &mut self.device];
         own.into_iter().chain(&mut self.further).for_each(BudgetAccount::leave);
         self.admission.set_level(Level::None);
-        self.admission.state().unowned.store(0, Ordering::Relaxed);
-        self.admission.state().host.single.store(0, Ordering::Relaxed);
-        self.admission.state().queue.end();
+        let state = self.admission.state();
+        let figures = [&state.unowned, &state.host.single, &state.host.taken];
+        figures.into_iter().for_each(|figure| figure.store(0, Ordering::Relaxed));
+        state.queue.end();
     }
 
     /// Updates the exhaustion state.

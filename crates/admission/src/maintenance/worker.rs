@@ -387,6 +387,21 @@ mod tests {
         assert!(!is_published(), "more of them wait for the next second");
     }
 
+    /// The bug: what had run at the last tick counted as held for ever.
+    #[test]
+    fn no_work_is_in_progress_after_the_last_tick() {
+        let (clock, admission) = (Arc::new(ManualClock::new()), Admission::new());
+        let mut held = admission.try_admit(Cost::host(ByteSize::mib(40))).expect("no limit yet");
+        held.report(ByteSize::ZERO);
+        let sample = Sample { in_progress: ByteSize::mib(30), ..Sample::default() };
+        let mut maintenance = dear(&clock, sample, admission.clone());
+        let unheld = || admission.state().host.unheld();
+        let _ = maintenance.tick(clock.now());
+        assert_eq!(unheld(), ByteSize::mib(10));
+        maintenance.leave();
+        assert_eq!(unheld(), ByteSize::mib(40));
+    }
+
     /// The bug: a tick after admission was closed let a suspended request wait, and no other tick
     /// came for its deadline.
     #[test]

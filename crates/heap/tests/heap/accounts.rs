@@ -80,9 +80,7 @@ fn other_threads_see_what_work_in_progress_has_taken_of_its_amount() {
         kept.join().expect("no panic")
     });
     assert_eq!((seen(), mib(&account)), (0, [19, 19]));
-    let none = account.run_within(ByteSize::kib(255), || (block(2), seen()));
-    assert_eq!(none.1, 0, "small work is not read");
-    drop((on_another, none));
+    drop(on_another);
 }
 
 #[test]
