@@ -371,8 +371,8 @@ impl Maintenance {
         own.into_iter().chain(&mut self.further).for_each(BudgetAccount::leave);
         self.admission.set_level(Level::None);
         let state = self.admission.state();
-        let figures = [&state.unowned, &state.host.single, &state.host.taken];
-        figures.into_iter().for_each(|figure| figure.store(0, Ordering::Relaxed));
+        state.unowned.store(0, Ordering::Relaxed);
+        [&state.host.single, &state.host.taken].map(|figure| figure.store(0, Ordering::Relaxed));
         state.queue.end();
     }
 
