@@ -372,7 +372,8 @@ impl Maintenance {
         self.admission.set_level(Level::None);
         let state = self.admission.state();
         state.unowned.store(0, Ordering::Relaxed);
-        [&state.host.single, &state.host.taken].map(|figure| figure.store(0, Ordering::Relaxed));
+        state.host.single.store(0, Ordering::Relaxed);
+        state.host.taken.store(0, Ordering::Relaxed);
         state.queue.end();
     }
 
