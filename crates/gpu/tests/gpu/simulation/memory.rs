@@ -249,8 +249,8 @@ fn what_cannot_be_locked_goes_to_a_store_and_comes_back_through_a_small_ring() {
         // Of a ring of 4 x 2 MiB, this many MiB can be locked.
         sim.set_lock_limit(ByteSize::mib(limit));
         let stream = sim.stream_create().expect("stream");
-        let (at, size) = (committed(&sim, 24), ByteSize::mib(48));
-        let (taken, offset) = (ByteSize::mib(37), 3 << 20 | 5);
+        let (at, size) = (committed(&sim, 11), ByteSize::mib(22));
+        let (taken, offset) = (ByteSize::mib(17), 3 << 20 | 5);
         let store = sim.host_store_create(size).expect("pageable, then");
         let locked = sim.calls(Call::HostAlloc);
         for mark in 1..=2 {
