@@ -1,19 +1,15 @@
 //! The figures that a bench prints, and their goals.
 
-/// The goal of a figure.
-#[derive(Clone, Copy, Debug)]
-enum Goal {
-    AtMost(f64),
-    AtLeast(f64),
-}
-
 #[derive(Clone, Debug)]
 struct Figure {
     name: String,
     values: Vec<f64>,
     unit: &'static str,
-    goal: Option<Goal>,
+    /// The least and the most that it may be; infinite without a goal.
+    bounds: [f64; 2],
 }
+
+const NO_GOAL: [f64; 2] = [f64::NEG_INFINITY, f64::INFINITY];
 
 /// The measured values, in the order in which they were added first.
 #[derive(Clone, Debug, Default)]
@@ -39,7 +35,7 @@ impl Figures {
         let name = name.into();
         match self.all.iter_mut().find(|one| one.name == name) {
             Some(figure) => figure.values.push(value),
-            None => self.all.push(Figure { name, values: vec![value], unit, goal: None }),
+            None => self.all.push(Figure { name, values: vec![value], unit, bounds: NO_GOAL }),
         }
     }
 
@@ -47,31 +43,20 @@ impl Figures {
     pub fn at_most(&mut self, name: impl Into<String>, value: f64, unit: &'static str, goal: f64) {
         let name = name.into();
         self.add(name.as_str(), value, unit);
-        if goal.is_finite() {
-            self.set_goals(&[(&name, goal)]);
-        }
+        self.set_bounds(&name, [NO_GOAL[0], goal]);
     }
 
     /// Adds a figure whose value must be at least `goal`.
     pub fn at_least(&mut self, name: impl Into<String>, value: f64, unit: &'static str, goal: f64) {
         let name = name.into();
         self.add(name.as_str(), value, unit);
-        self.set_floor(&name, goal);
+        self.set_bounds(&name, [goal, NO_GOAL[1]]);
     }
 
-    /// Sets the least that a figure may be, if it was measured.
-    pub fn set_floor(&mut self, name: &str, least: f64) {
-        self.set_goal(name, Goal::AtLeast(least));
-    }
-
-    /// Sets the most that figures may be. Those that were not measured have no goal.
-    pub fn set_goals(&mut self, goals: &[(&str, f64)]) {
-        goals.iter().for_each(|(name, most)| self.set_goal(name, Goal::AtMost(*most)));
-    }
-
-    fn set_goal(&mut self, name: &str, goal: Goal) {
+    /// Sets the least and the most that a figure may be, if it was measured.
+    pub fn set_bounds(&mut self, name: &str, bounds: [f64; 2]) {
         let of_name = self.all.iter_mut().filter(|one| one.name == name);
-        of_name.for_each(|figure| figure.goal = Some(goal));
+        of_name.for_each(|figure| figure.bounds = bounds);
     }
 
     /// Returns a figure's value.
@@ -88,13 +73,13 @@ impl Figures {
     #[expect(clippy::print_stdout, reason = "figures are for other programs")]
     pub fn print(&self) -> bool {
         let mut all_held = true;
-        for Figure { name, values, unit, goal } in &self.all {
+        for Figure { name, values, unit, bounds: [least, most] } in &self.all {
             let value = median(values);
             println!("figure {name} {value:.4} {unit}");
-            let (held, goal) = match *goal {
-                Some(Goal::AtMost(goal)) => (value <= goal, format!("at most {goal}")),
-                Some(Goal::AtLeast(goal)) => (value >= goal, format!("at least {goal}")),
-                None => continue,
+            let (held, goal) = match (least.is_finite(), most.is_finite()) {
+                (true, _) => (value >= *least, format!("at least {least}")),
+                (_, true) => (value <= *most, format!("at most {most}")),
+                _ => continue,
             };
             let word = if held { "held  " } else { "MISSED" };
             println!("{word}  {name} {goal}: {value:.4}");

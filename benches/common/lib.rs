@@ -12,7 +12,6 @@
 pub mod callgrind;
 #[path = "../../crates/admission/tests/admission/sim/chance.rs"]
 pub mod chance;
-pub mod counting;
 pub mod figures;
 pub mod http;
 #[path = "../replay/player.rs"]
@@ -37,16 +36,13 @@ pub use crate::start::{main, own};
 
 /// Returns the number that a process of this kind prints with these settings of jemalloc.
 pub fn number_of(conf: &str, kind: &str) -> Result<f64, BoxError> {
-    let output = own()?.env("_RJEM_MALLOC_CONF", conf).args(["--be", kind]).output()?;
+    let output = own(&["--be", kind])?.env("_RJEM_MALLOC_CONF", conf).output()?;
     Ok(String::from_utf8(output.stdout)?.trim().parse()?)
 }
 
-/// Starts this program with these arguments as a service under this limit, and waits until it prints
-/// its address.
-pub fn serve(arguments: &[&str], limit: ByteSize) -> Result<(Process, SocketAddr), BoxError> {
-    let mut command = own()?;
-    command.args(arguments);
-    let mut service = Process::start_in_group(&command, limit)?;
+/// Starts a service under this limit, and waits until it prints its address.
+pub fn serve(command: &Command, limit: ByteSize) -> Result<(Process, SocketAddr), BoxError> {
+    let mut service = Process::start_in_group(command, limit)?;
     let address = service.first_line()?;
     Ok((service, address))
 }

@@ -4,7 +4,7 @@
 #![expect(clippy::disallowed_methods, reason = "processes are waited for")]
 
 use std::fs;
-use std::io::{BufRead as _, BufReader, Read as _};
+use std::io::{BufRead as _, BufReader};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
@@ -59,12 +59,7 @@ impl Process {
         let mut shell = Command::new("/bin/sh");
         shell.args(["-c", enter]).arg(entrance).arg(command.get_program());
         shell.args(command.get_args());
-        for (name, value) in command.get_envs() {
-            match value {
-                Some(value) => shell.env(name, value),
-                None => shell.env_remove(name),
-            };
-        }
+        shell.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
         if group.is_none() {
             shell.env("LOWTIDE_MEMORY_LIMIT", limit.exact());
         }
@@ -102,14 +97,6 @@ impl Process {
         }
         let lines = self.lines.as_ref().ok_or("no pipe from the process")?;
         Ok(lines.recv_timeout(LINE_PATIENCE)?)
-    }
-
-    /// Reads all that it prints, until it ends.
-    pub fn output(&mut self) -> Result<String, BoxError> {
-        let mut text = String::new();
-        let output = self.child.stdout.take();
-        output.ok_or("no pipe from the process")?.read_to_string(&mut text)?;
-        Ok(text)
     }
 
     /// Waits until it accepts connections.

@@ -35,9 +35,9 @@ pub fn main<C: Parser>(run: impl FnOnce(C) -> Result<bool, BoxError>) -> ExitCod
     }
 }
 
-/// Returns a command that runs this program again.
-pub fn own() -> Result<Command, BoxError> {
+/// Returns a command that runs this program again, with these arguments.
+pub fn own(arguments: &[&str]) -> Result<Command, BoxError> {
     let mut command = Command::new(std::env::current_exe()?);
-    command.arg("--bench");
+    command.arg("--bench").args(arguments);
     Ok(command)
 }

@@ -15,31 +15,21 @@ pub(crate) fn now() -> Result<u64, BoxError> {
     Ok(SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs())
 }
 
-/// The results.
+/// The faults.
 #[derive(Debug, Default)]
-pub(crate) struct Report {
-    faults: Vec<String>,
-}
+pub(crate) struct Report(pub(crate) Vec<String>);
 
 impl Report {
     pub(crate) fn expect(&mut self, holds: bool, what: impl FnOnce() -> String) {
-        if !holds {
-            self.faults.push(what());
-        }
+        self.0.extend((!holds).then(what));
     }
 
     /// Adds a fault, unless it has a reason.
     fn fault(&mut self, what: String, why: Option<&str>) {
         match why {
             Some(why) => println!("named: {what}: {why}"),
-            None => self.faults.push(what),
+            None => self.0.push(what),
         }
-    }
-
-    /// Prints everything. Returns `true` if there are no faults.
-    pub(crate) fn print(&self) -> bool {
-        self.faults.iter().for_each(|fault| eprintln!("fault: {fault}"));
-        self.faults.is_empty()
     }
 }
 

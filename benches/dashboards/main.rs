@@ -26,15 +26,14 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 use std::{fs, io};
 
+use axum::body::Body;
 use bytes::Bytes;
 use clap::Parser;
 use common::figures::{Figures, count as number, median};
-use common::http::{client, get};
+use common::http::{client, get_json};
 use common::process::{free_port, kernel_value};
+use futures_util::{StreamExt as _, stream::iter};
 use lowtide::BoxError;
-use serde_json::Value;
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
@@ -68,7 +67,11 @@ fn main() -> ExitCode {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
         match cli.soak {
             Some(lasts) => runtime.block_on(soak(lasts)),
-            None => runtime.block_on(run(&cli)).map(|report| report.print()),
+            None => {
+                let Report(faults) = runtime.block_on(run(&cli))?;
+                faults.iter().for_each(|fault| eprintln!("fault: {fault}"));
+                Ok(faults.is_empty())
+            }
         }
     })
 }
@@ -97,9 +100,7 @@ async fn run(cli: &Cli) -> Result<Report, BoxError> {
     // Two scrapes more, so that the end is in.
     sleep(Duration::from_secs(3)).await;
     let (to, mut report) = (judge::now()?, Report::default());
-    for proxy in &mut proxies {
-        proxy.lives()?;
-    }
+    proxies.iter_mut().try_for_each(Proxy::lives)?;
     check_metrics(&proxies[0].metrics().await?, &mut report)?;
     judge::boards(&prometheus, &(from..to), &mut report).await?;
     judge::rules(&prometheus, &(from..to), &mut report).await?;
@@ -198,12 +199,11 @@ async fn soak(lasts: Duration) -> Result<bool, BoxError> {
 
 /// Counts what the proxy holds now.
 async fn count(proxy: &Proxy, target: SocketAddr) -> Result<[f64; SERIES.len()], BoxError> {
-    let home = format!("/proc/{}", proxy.id());
+    let home = format!("/proc/{}", proxy.process.child.id());
     let of = |key: &str| kernel_value(format!("{home}/status"), key).map(number);
     let descriptors = fs::read_dir(format!("{home}/fd"))?.count();
     let mappings = fs::read_to_string(format!("{home}/maps"))?.lines().count();
-    let told = get(&client(), &format!("http://{target}/memory?with=routes")).await?;
-    let told: Value = serde_json::from_str(&told)?;
+    let told = get_json(&client(), &format!("http://{target}/memory?with=routes")).await?;
     let keys = told["routes"].as_array().map_or(0, Vec::len);
     let metrics = proxy.metrics().await?;
     let series = metrics.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).count();
@@ -224,19 +224,19 @@ async fn guests(target: SocketAddr, round: usize) {
     let (client, of) = (client(), |path: &str| format!("http://{target}{path}"));
     let mut guests = JoinSet::new();
     let upload = Bytes::from(vec![b'a'; 4 << 20]);
-    guests.spawn(process::ask(client.clone(), of("/echo"), "text/plain", upload, end));
+    guests.spawn(process::ask(client.clone(), of("/echo"), upload, end));
     let (http, url) = (client.clone(), of("/embed"));
     guests.spawn(async move {
         // After the arena has slept.
         sleep_until(start + GUESTS / 2).await;
         let large = serde_json::json!({ "texts": vec![process::text(16 << 10); 64] }).to_string();
-        process::ask(http, url, "application/json", large.into(), end).await;
+        process::ask(http, url, large.into(), end).await;
     });
     guests.spawn(async move {
         for nth in 0..STRANGERS {
             let url = format!("http://{target}/{round}-{nth}/stranger");
             let body = Bytes::from(vec![b'a'; 40 * nth]);
-            let _ = timeout_at(end, post(&client, &url, "text/plain", body)).await;
+            let _ = timeout_at(end, post(&client, &url, body)).await;
             sleep(Duration::from_millis(100)).await;
         }
     });
@@ -258,28 +258,14 @@ async fn guests(target: SocketAddr, round: usize) {
 
 /// Sends a body in parts, one each quarter of a second, and reads the response meanwhile; that of
 /// `/echo` is a stream of events. A client that does not stay disconnects before the body ends.
-async fn stream(
-    target: SocketAddr,
-    path: &str,
-    part: usize,
-    parts: usize,
-    stays: bool,
-) -> io::Result<()> {
-    let (mut answer, mut body) = TcpStream::connect(target).await?.into_split();
-    let head = "connection: close\r\ntransfer-encoding: chunked\r\n";
-    let head = format!("POST {path} HTTP/1.1\r\nhost: {target}\r\n{head}\r\n");
-    body.write_all(head.as_bytes()).await?;
-    let send = async {
-        for _ in 0..parts {
-            body.write_all(format!("{part:x}\r\n{}\r\n", "a".repeat(part)).as_bytes()).await?;
-            sleep(Duration::from_millis(250)).await;
-        }
-        if stays { body.write_all(b"0\r\n\r\n").await } else { Err(io::ErrorKind::Other.into()) }
-    };
-    let read = async { answer.read_to_end(&mut Vec::new()).await };
-    tokio::try_join!(send, read)?;
-    ANSWERED.fetch_add(1, Relaxed);
-    Ok(())
+async fn stream(target: SocketAddr, path: &str, part: usize, parts: usize, stays: bool) {
+    let left = (!stays).then(|| Err(io::Error::other("the client left")));
+    let parts = iter((0..parts).map(move |_| Ok(vec![b'a'; part])).chain(left));
+    let body = parts.then(async |part| {
+        sleep(Duration::from_millis(250)).await;
+        part
+    });
+    post(&client(), &format!("http://{target}{path}"), Body::from_stream(body)).await;
 }
 
 /// Returns all pairs of values, the earlier one first, and their distance.

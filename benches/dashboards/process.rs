@@ -12,10 +12,11 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
+use axum::body::Body;
 use bytes::Bytes;
-use common::http::{Http, client, get, send};
+use common::http::{Http, client, get, get_json, post as post_to};
 use common::process::{Process, free_port};
-use http::Request;
+use http::StatusCode;
 use lowtide::BoxError;
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde_json::Value;
@@ -45,18 +46,17 @@ const SETTINGS: [(&str, &str); 14] = [
 /// Posts that were answered.
 pub(crate) static ANSWERED: AtomicUsize = AtomicUsize::new(0);
 
-/// Posts a body and reads the answer away; its status, and 0 where the connection broke.
-pub(crate) async fn post(http: &Http, url: &str, kind: &str, body: Bytes) -> u16 {
-    let request = Request::post(url).header("content-type", kind);
-    let Ok((status, _)) = send(http, request, body).await else { return 0 };
-    ANSWERED.fetch_add(1, Relaxed);
-    status.as_u16()
+/// Posts a body and reads the answer away. Returns its status, `None` where the connection broke.
+pub(crate) async fn post(http: &Http, url: &str, body: impl Into<Body>) -> Option<StatusCode> {
+    let (status, _) = post_to(http, url, body).await;
+    ANSWERED.fetch_add(usize::from(status.is_some()), Relaxed);
+    status
 }
 
 /// A proxy that runs.
 pub(crate) struct Proxy {
     address: SocketAddr,
-    process: Process,
+    pub(crate) process: Process,
 }
 
 impl Proxy {
@@ -86,11 +86,6 @@ impl Proxy {
         let mut process = Process::spawn(command.stdin(Stdio::null()))?;
         process.accepts(address)?;
         Ok(Self { address, process })
-    }
-
-    /// Returns its process id.
-    pub(crate) fn id(&self) -> u32 {
-        self.process.child.id()
     }
 
     /// An error where it has ended.
@@ -153,9 +148,8 @@ impl Prometheus {
 
     /// Returns the value of `data` in an answer of its interface.
     pub(crate) async fn api(&self, path: &str) -> Result<Value, BoxError> {
-        let text = get(&client(), &format!("{}/api/v1/{path}", self.url())).await?;
-        let mut answer: Value = serde_json::from_str(&text)?;
-        Ok(answer["data"].take())
+        let url = format!("{}/api/v1/{path}", self.url());
+        Ok(get_json(&client(), &url).await?["data"].take())
     }
 }
 
@@ -201,20 +195,20 @@ pub(crate) async fn run(targets: &[SocketAddr], phases: &[Phase]) -> Result<(), 
         for target in targets {
             let words = format!("http://{target}/words");
             for _ in 0..*readers {
-                clients.spawn(ask(client.clone(), words.clone(), "text/plain", text.clone(), end));
+                clients.spawn(ask(client.clone(), words.clone(), text.clone(), end));
             }
             for nth in 0..*embedders {
                 let url = format!("http://{target}/embed");
                 // Of another length for each, so that blocks are.
                 let long = self::text(2000 * (nth + 1));
                 let body = Bytes::from(format!(r#"{{"texts": ["the tide goes out", "{long}"]}}"#));
-                clients.spawn(ask(client.clone(), url, "application/json", body, end));
+                clients.spawn(ask(client.clone(), url, body, end));
             }
             if *name == BURST {
                 let giant = Bytes::from(vec![b'a'; 64 << 20]);
                 let client = client.clone();
                 clients.spawn(async move {
-                    let _ = timeout_at(end, post(&client, &words, "text/plain", giant)).await;
+                    let _ = timeout_at(end, post(&client, &words, giant)).await;
                 });
             }
         }
@@ -227,10 +221,10 @@ pub(crate) async fn run(targets: &[SocketAddr], phases: &[Phase]) -> Result<(), 
 }
 
 /// Asks again and again; who is turned away waits a little, as a client should.
-pub(crate) async fn ask(client: Http, url: String, kind: &'static str, body: Bytes, end: Instant) {
+pub(crate) async fn ask(client: Http, url: String, body: Bytes, end: Instant) {
     while Instant::now() < end {
-        match timeout_at(end, post(&client, &url, kind, body.clone())).await {
-            Ok(200) => {}
+        match timeout_at(end, post(&client, &url, body.clone())).await {
+            Ok(Some(StatusCode::OK)) => {}
             Ok(_) => sleep(Duration::from_millis(300)).await,
             Err(_) => return,
         }

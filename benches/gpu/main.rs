@@ -43,12 +43,8 @@ const PARTS: &[(&str, Measure)] = &[
 #[derive(Clone, Debug, Parser)]
 struct Cli {
     /// Measures only this part; may be repeated.
-    #[arg(long, value_name = "NAME", value_parser = part_names())]
+    #[arg(long, value_name = "NAME", value_parser = PARTS.iter().map(|part| part.0).collect::<Vec<_>>())]
     part: Vec<String>,
-}
-
-fn part_names() -> Vec<&'static str> {
-    PARTS.iter().map(|(name, _)| *name).collect()
 }
 
 fn main() -> ExitCode {

@@ -12,12 +12,12 @@
 //! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
 #![expect(clippy::print_stdout, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
-#![expect(unsafe_code, reason = "the name of a thread")]
 
 use std::convert::Infallible;
 use std::io::Read as _;
 use std::path::Path;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -26,18 +26,17 @@ use axum::body::{Body, Bytes};
 use axum::http::Request;
 use axum::routing::post;
 use clap::Parser;
-use common::counting::Counting;
 use common::figures::{Figures, count, median};
 use common::own;
 use common::process::{Process, kernel_value, nanos_of, threads};
 use futures_util::{StreamExt as _, stream};
+use lowtide::clock::{Bell, Clock, Moment, SystemClock};
 use lowtide::memory::Builder;
 use lowtide::{BoxError, ByteSize, Memory};
+use lowtide_heap::thread_totals;
 use tower::ServiceExt as _;
 
-#[global_allocator]
-static ALLOCATOR: Counting = Counting(note_allocation);
-lowtide::jemalloc_conf!(balanced);
+lowtide::global_allocator!(balanced);
 
 /// Processes of each kind that stand idle.
 const OF_EACH: usize = 3;
@@ -100,8 +99,8 @@ fn be(kind: &str) -> Result<(), BoxError> {
 
 /// Starts a process, with a flight recorder if it gets a file for one.
 fn start(kind: &str, recording: Option<&Path>) -> Result<Process, BoxError> {
-    let mut command = own()?;
-    command.args(["--be", kind]).envs(recording.map(|path| ("LOWTIDE_FLIGHT_RECORDER", path)));
+    let mut command = own(&["--be", kind])?;
+    command.envs(recording.map(|path| ("LOWTIDE_FLIGHT_RECORDER", path)));
     Process::start(command)
 }
 
@@ -177,23 +176,37 @@ const REQUESTS: usize = 64;
 /// The name of the recorder's thread.
 const NAME: &str = "lowtide-flight";
 
-static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+/// A clock that notes what the recorder's thread has allocated whenever that waits.
+#[derive(Debug, Default)]
+struct Watch {
+    clock: SystemClock,
+    allocated: AtomicU64,
+}
 
-/// Counts an allocation if the calling thread is the recorder's.
-fn note_allocation() {
-    let mut name = [0_u8; 16];
-    // SAFETY: the kernel writes at most 16 bytes, with a zero at their end.
-    let done = unsafe { libc::prctl(libc::PR_GET_NAME, name.as_mut_ptr()) };
-    if done == 0 && name.starts_with(NAME.as_bytes()) {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+impl Clock for Watch {
+    fn now(&self) -> Moment {
+        self.clock.now()
+    }
+
+    fn since_epoch(&self) -> Duration {
+        self.clock.since_epoch()
+    }
+
+    fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> bool {
+        if std::thread::current().name() == Some(NAME) {
+            let allocated = thread_totals().map_or(u64::MAX, |(allocated, _)| allocated);
+            self.allocated.store(allocated, Ordering::Relaxed);
+        }
+        self.clock.wait_until(bell, deadline)
     }
 }
 
-/// Is a service under steady load with a recorder. Prints the recorder's allocations, and what its
-/// thread takes of a processor in percent.
+/// Is a service under steady load with a recorder. Prints the bytes that the recorder's thread
+/// allocated, and what it takes of a processor in percent.
 #[tokio::main(flavor = "current_thread")]
 async fn loaded() -> Result<(), BoxError> {
-    let memory = Memory::builder().memory_limit(ByteSize::gib(1)).start()?;
+    let watch = Arc::new(Watch::default());
+    let memory = Memory::builder().clock(watch.clone()).memory_limit(ByteSize::gib(1)).start()?;
     let hold = post(|body: Bytes| async move { body.len().to_string() });
     let app = Router::new().route("/hold", hold).layer(memory.layer().without_slow_start());
     for _ in 0..REQUESTS {
@@ -206,7 +219,7 @@ async fn loaded() -> Result<(), BoxError> {
     if memory.report().oldest_requests().is_empty() {
         return Err("no requests are listed".into());
     }
-    let seen = || Ok::<_, BoxError>((ALLOCATIONS.load(Ordering::Relaxed), nanos_of(NAME)?));
+    let seen = || Ok::<_, BoxError>((watch.allocated.load(Ordering::Relaxed), nanos_of(NAME)?));
     let (start, before) = (Instant::now(), seen()?);
     while start.elapsed() < COUNTED {
         // Events, of which each changes the recording.
@@ -231,7 +244,7 @@ fn recorder(counted: bool) -> Result<bool, BoxError> {
     let memory = (with[2] - without[2]).max(0.0) * f64::from(1 << 20);
     let mut figures = Figures::new(counted);
     figures.timed("questions.recorder.cpu_percent", percent, "percent", RECORDER_CPU_MAX_PERCENT);
-    figures.at_most("questions.recorder.allocations", allocations, "allocations", 0.0);
+    figures.at_most("questions.recorder.allocations", allocations, "bytes", 0.0);
     figures.at_most("questions.recorder.memory_bytes", memory, "bytes", RECORDER_MAX);
     Ok(figures.print())
 }

@@ -14,8 +14,9 @@ use std::process::ExitCode;
 use clap::Parser;
 use common::callgrind::{Counted, per_step};
 use common::figures::{Figures, median};
+use lowtide_gpu::index::BlockIndex;
 
-use crate::work::{MIX_LIVE, Mix, Nobody, Offset, Ours, POOL, Peer, SEEDS};
+use crate::work::{MIX_LIVE, Mix, Nobody, POOL, Peer, SEEDS};
 
 /// Steps of the timed mix.
 const STEPS: usize = 1_000_000;
@@ -53,8 +54,8 @@ fn main() -> ExitCode {
         }
         if !cli.counted {
             // Ours is named by no peer.
-            timed(&mut figures, "", 50.0, || Ours::new(POOL));
-            timed(&mut figures, "peer.offset-allocator.", NO_GOAL, || Offset::new(POOL));
+            timed(&mut figures, "", 50.0, || BlockIndex::new(POOL));
+            timed(&mut figures, "peer.offset-allocator.", NO_GOAL, work::offset);
         }
         instructions(&mut figures)?;
         failures(&mut figures);
@@ -79,8 +80,8 @@ fn be(who: &str, steps: usize) {
         Mix::filled(&mut peer, SEEDS[0], MIX_LIVE).play(&mut peer, steps);
     }
     match who {
-        "ours" => run(Ours::new(POOL), steps),
-        "offset-allocator" => run(Offset::new(POOL), steps),
+        "ours" => run(BlockIndex::new(POOL), steps),
+        "offset-allocator" => run(work::offset(), steps),
         "beside few" => work::fail(1 << 13, steps),
         "beside many" => work::fail(1 << 17, steps),
         _ => run(Nobody, steps),
@@ -111,9 +112,9 @@ fn failures_of_arena(figures: &mut Figures) -> Result<(), String> {
 fn failures(figures: &mut Figures) {
     for seed in SEEDS {
         let name = |prefix: &str| format!("{prefix}index.load90.failures.seed{seed}");
-        let ours = work::load90(Ours::new(POOL), seed);
+        let ours = work::load90(BlockIndex::new(POOL), seed);
         figures.at_most(name(""), ours, "failures", 100.0);
-        let offset = work::load90(Offset::new(POOL), seed);
+        let offset = work::load90(work::offset(), seed);
         figures.add(name("peer.offset-allocator."), offset, "failures");
     }
 }

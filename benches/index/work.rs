@@ -143,58 +143,38 @@ pub(crate) fn load90<P: Peer>(mut peer: P, seed: u64) -> f64 {
 //
 // Invariant: a pool outlives its blocks.
 
-/// The block index over a fixed pool, every block towards its low end.
-#[derive(Debug)]
-pub(crate) struct Ours(BlockIndex);
-
-impl Ours {
-    pub(crate) fn new(capacity: u64) -> Self {
-        Self(BlockIndex::new(capacity))
-    }
-}
-
-const fn request(size: u64) -> Request {
-    Request { size, align: 256, end: End::Low }
-}
-
-impl Peer for Ours {
+/// Every block lies towards the low end.
+impl Peer for BlockIndex {
     type Handle = BlockId;
 
-    fn alloc(&mut self, bytes: u64) -> Option<BlockId> {
-        self.0.take(request(bytes), |_| 0).map(|(id, _)| id)
+    fn alloc(&mut self, size: u64) -> Option<BlockId> {
+        self.take(Request { size, align: 256, end: End::Low }, |_| 0).map(|(id, _)| id)
     }
 
     fn free(&mut self, block: BlockId) {
-        assert!(self.0.release(block).is_some(), "a block is freed once");
+        assert!(self.release(block).is_some(), "a block is freed once");
     }
 }
 
-/// The crate `offset-allocator` over a fixed pool: two-level bins over 32-bit offsets, here in
-/// units of 256 bytes.
-///
-/// It rounds requests up to a bin and never looks into the bin below.
-pub(crate) struct Offset(Allocator);
+/// The units of `offset-allocator`, whose offsets have 32 bits. It rounds requests up to a bin and
+/// never looks into the bin below.
+const UNIT: u64 = 256;
 
-impl Offset {
-    const UNIT: u64 = 256;
-    /// Blocks, free ones counted, that it is told to be ready for: its default.
-    const BLOCKS_MAX: u32 = 1 << 17;
-
-    pub(crate) fn new(capacity: u64) -> Self {
-        let units = u32::try_from(capacity / Self::UNIT).unwrap_or(u32::MAX);
-        Self(Allocator::with_max_allocs(units, Self::BLOCKS_MAX))
-    }
+/// The crate `offset-allocator` over the pool, told to be ready for its default of blocks, free ones
+/// counted.
+pub(crate) fn offset() -> Allocator {
+    Allocator::with_max_allocs(u32::try_from(POOL / UNIT).unwrap_or(u32::MAX), 1 << 17)
 }
 
-impl Peer for Offset {
+impl Peer for Allocator {
     type Handle = Allocation;
 
     fn alloc(&mut self, bytes: u64) -> Option<Allocation> {
-        self.0.allocate(u32::try_from(bytes.div_ceil(Self::UNIT)).ok()?)
+        self.allocate(u32::try_from(bytes.div_ceil(UNIT)).ok()?)
     }
 
     fn free(&mut self, block: Allocation) {
-        self.0.free(block);
+        self.free(block);
     }
 }
 
@@ -226,28 +206,18 @@ const ROUNDS: usize = 15;
 /// The sizes that the threads use: two layers' activations and two small ones.
 const HOT: [usize; 4] = [6 << 10, 256 << 10, 1 << 20, 4 << 20];
 
-/// An arena as a peer.
-struct Arena(DeviceArena);
-
-impl Arena {
-    /// Time stands still: what went idle stays until the limit or the bench asks for it.
-    fn open(limit: ByteSize) -> Self {
-        let (driver, clock) = (Arc::new(HostDriver::new()), Arc::new(ManualClock::new()));
-        let config = ArenaConfig { limit, ..ArenaConfig::new("bench") };
-        Self(DeviceArena::open(driver, clock, config).expect("address space"))
-    }
-
-    fn driver_calls(&self) -> u64 {
-        let snapshot = self.0.snapshot();
-        snapshot.commits_total + snapshot.decommits_total
-    }
+/// Opens an arena. Time stands still: what went idle stays until the limit or the bench asks for it.
+fn open(limit: ByteSize) -> DeviceArena {
+    let (driver, clock) = (Arc::new(HostDriver::new()), Arc::new(ManualClock::new()));
+    let config = ArenaConfig { limit, ..ArenaConfig::new("bench") };
+    DeviceArena::open(driver, clock, config).expect("address space")
 }
 
-impl Peer for Arena {
+impl Peer for DeviceArena {
     type Handle = Buffer<u8>;
 
     fn alloc(&mut self, size: u64) -> Option<Buffer<u8>> {
-        self.0.alloc(usize::try_from(size).ok()?, Region::Dynamic).ok()
+        Self::alloc(self, usize::try_from(size).ok()?, Region::Dynamic).ok()
     }
 
     fn free(&mut self, block: Buffer<u8>) {
@@ -263,13 +233,14 @@ pub(crate) fn arena(figures: &mut Figures) {
 }
 
 fn pairs(figures: &mut Figures) {
-    let mut arena = Arena::open(ByteSize::MAX);
+    let mut arena = open(ByteSize::MAX);
     pair(&mut arena); // commits, and the size becomes one that the caches keep
-    let before = arena.driver_calls();
+    let before = arena.snapshot();
     figures.timed("arena.pair.median_ns", pair(&mut arena), "ns", 60.0);
-    let calls = arena.driver_calls() - before;
-    figures.at_most("arena.pair.driver_calls", calls as f64, "calls", 0.0);
-    let mut arena = Arena::open(ByteSize::MAX);
+    let after = arena.snapshot();
+    let calls = [&after, &before].map(|of| of.commits_total + of.decommits_total);
+    figures.at_most("arena.pair.driver_calls", (calls[0] - calls[1]) as f64, "calls", 0.0);
+    let mut arena = open(ByteSize::MAX);
     let mut mix = Mix::filled(&mut arena, SEEDS[0], MIX_LIVE);
     figures.add("arena.random_mix.median_ns", median(&mix.timed(&mut arena, ROUND)), "ns");
 }
@@ -288,7 +259,7 @@ fn turns(arena: &DeviceArena) {
 /// How many locks were found taken by two threads that use the same sizes, once those are hot and
 /// the threads have homes.
 fn two_threads(figures: &mut Figures) {
-    let arena = Arena::open(ByteSize::MAX).0;
+    let arena = open(ByteSize::MAX);
     let (barrier, warm) = (Barrier::new(2), AtomicU64::new(0));
     let run = || {
         for round in 0..=ROUNDS {
@@ -310,12 +281,12 @@ fn two_threads(figures: &mut Figures) {
 fn arena_load90(figures: &mut Figures) {
     let (mut failures, mut worst, mut end) = (0, 0.0_f64, 0.0_f64);
     for seed in SEEDS {
-        let mut arena = Arena::open(ByteSize::gib(64));
-        arena.0.set_decay(DecayTime::Never);
+        let mut arena = open(ByteSize::gib(64));
+        arena.set_decay(DecayTime::Never);
         let mut mix = Mix::filled(&mut arena, seed, LOAD90_LIVE);
         for _ in 0..LOAD90_STEPS / 1_000 {
             mix.play(&mut arena, 1_000);
-            let snapshot = arena.0.snapshot();
+            let snapshot = arena.snapshot();
             end = snapshot.active.as_f64() / snapshot.live.as_f64();
             worst = worst.max(end);
         }
@@ -331,13 +302,14 @@ fn arena_load90(figures: &mut Figures) {
 /// Returns an arena at its limit that has so many free blocks of 8 KiB, a multiple of 128, and the
 /// live ones between them, in both ranges of addresses. Its clock runs: a failure plans a
 /// compaction only now and then.
-fn full(free: usize) -> (Arena, Vec<Option<Buffer<u8>>>) {
+fn full(free: usize) -> (DeviceArena, Vec<Option<Buffer<u8>>>) {
     let (driver, clock) = (Arc::new(HostDriver::new()), Arc::new(SystemClock::new()));
     let [limit, reserve] = [16, 32].map(|kib| ByteSize::kib(kib * free as u64));
     let thread_cache = ByteSize::ZERO;
     let config = ArenaConfig { limit, reserve, thread_cache, ..ArenaConfig::new("full") };
-    let mut arena = Arena(DeviceArena::open(driver, clock, config).expect("address space"));
-    let mut blocks: Vec<_> = (0..2 * free).map(|_| arena.alloc(8 << 10)).collect();
+    let arena = DeviceArena::open(driver, clock, config).expect("address space");
+    let mut blocks: Vec<_> =
+        (0..2 * free).map(|_| arena.alloc(8 << 10, Region::Dynamic).ok()).collect();
     blocks.iter_mut().step_by(2).for_each(|block| *block = None);
     (arena, blocks)
 }
@@ -345,7 +317,7 @@ fn full(free: usize) -> (Arena, Vec<Option<Buffer<u8>>>) {
 /// Makes allocations that fail beside so many free blocks.
 pub(crate) fn fail(free: usize, steps: usize) {
     let (mut arena, _live) = full(free);
-    (0..steps).for_each(|_| assert!(arena.alloc(4 * MIB).is_none(), "there is room"));
+    (0..steps).for_each(|_| assert!(Peer::alloc(&mut arena, 4 * MIB).is_none(), "there is room"));
 }
 
 /// What a failed allocation costs at a million free blocks, and what it costs another thread; and the
@@ -356,7 +328,7 @@ pub(crate) fn failed(figures: &mut Figures) {
     let (mut arena, live) = full(1 << 20);
     let each = (resident() - before) / live.len() as f64 - size_of_val(&live[0]) as f64;
     figures.add("light.metadata.bytes_per_block", each, "bytes");
-    let (failing, is_over) = (arena.0.clone(), AtomicBool::new(false));
+    let (failing, is_over) = (arena.clone(), AtomicBool::new(false));
     let mut timed = Timed { peer: &mut arena, clock: clock_nanos(), nanos: Vec::new() };
     (0..1_000).for_each(|_| assert!(timed.alloc(4 * MIB).is_none(), "there is room"));
     figures.timed("light.fail.us", median(&timed.nanos) / 1e3, "us", 20.0);

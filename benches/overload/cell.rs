@@ -7,17 +7,19 @@
 //! requests. A request without an outcome is failed: what was under way when its service died.
 
 use std::net::SocketAddr;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
+use common::chance::Chance;
 use common::figures::{Figures, count, part, quantile};
-use common::http::{client, send};
+use common::http::{client, post};
 use common::process::{self, Process};
-use futures_util::future::join_all;
-use http::{Request, StatusCode};
+use futures_util::{StreamExt as _, stream};
+use http::StatusCode;
 use lowtide::{BoxError, ByteSize};
 use serde::{Deserialize, Serialize};
 
-use crate::chance::Chance;
 use crate::load::{self, Fate, Seen};
 use crate::offer::{CLASSES, HOLD, Mix, Offer, Policy, Sending};
 
@@ -75,9 +77,14 @@ pub(crate) enum Service {
 }
 
 impl Cell {
+    /// Returns the command that starts the service.
+    pub(crate) fn command(&self) -> Result<Command, BoxError> {
+        common::own(&["--serve", &serde_json::to_string(self)?])
+    }
+
     /// Starts the service under this limit, and waits until it prints the address of its proxy.
     pub(crate) fn start(&self, limit: ByteSize) -> Result<(Process, SocketAddr), BoxError> {
-        common::serve(&["--serve", &serde_json::to_string(self)?], limit)
+        common::serve(&self.command()?, limit)
     }
 
     /// Runs it, and prints its outcome.
@@ -217,18 +224,16 @@ impl Runner {
 
     /// Runs of lowtide, drawn by the seed.
     pub(crate) fn survive(&mut self, runs: u32) -> Result<bool, BoxError> {
-        let mut chance = Chance(self.base.seed);
-        let mut draw = |count: usize| usize::try_from(chance.bits() >> 33).unwrap_or(0) % count;
-        let mut kills = 0;
+        let (mut chance, mut kills) = (Chance::new(self.base.seed), 0);
         for run in 0..runs {
-            let (load, mix) = (HIGH[draw(HIGH.len())], Mix::ALL[draw(Mix::ALL.len())]);
-            let estimate = DRAWN[draw(DRAWN.len())];
+            let (load, mix) = (chance.pick(&HIGH), chance.pick(&Mix::ALL));
+            let estimate = chance.pick(&DRAWN);
             self.base.mix = mix;
             self.base.sending = Sending {
-                body: BODIES[draw(BODIES.len())],
-                is_chunked: draw(4) == 0,
+                body: chance.pick(&BODIES),
+                is_chunked: chance.pick(&[0, 1, 2, 3]) == 0,
                 copies: 0,
-                has_giants: draw(4) == 0,
+                has_giants: chance.pick(&[0, 1, 2, 3]) == 0,
             };
             kills += self.run(Policy::Lowtide, load, estimate, run.into())?.oom_kills;
         }
@@ -357,23 +362,12 @@ pub(crate) fn burst(base: &Cell, figures: &mut Figures) -> Result<bool, BoxError
 
 /// Sends so many requests, so many at once. Returns the number served, and the seconds.
 async fn embed_all(to: SocketAddr, requests: usize, at_once: usize) -> (u64, f64) {
-    let http = client();
+    let (http, url) = (client(), format!("http://{to}/embed"));
     let text = "the sea draws back and returns ".repeat(20);
-    let body = serde_json::json!({ "texts": vec![text; TEXTS] }).to_string();
+    let body = Bytes::from(serde_json::json!({ "texts": vec![text; TEXTS] }).to_string());
     let start = Instant::now();
-    let lines = (0..at_once).map(|line| {
-        let (http, body) = (http.clone(), body.clone());
-        async move {
-            let mut served = 0;
-            for _ in (line..requests).step_by(at_once) {
-                let request = Request::post(format!("http://{to}/embed"));
-                let request = request.header("content-type", "application/json");
-                let answer = send(&http, request, body.clone()).await;
-                served += u64::from(answer.is_ok_and(|(status, _)| status == StatusCode::OK));
-            }
-            served
-        }
-    });
-    let served = join_all(lines).await.into_iter().sum();
-    (served, start.elapsed().as_secs_f64())
+    let all = stream::iter(0..requests).map(|_| post(&http, &url, body.clone()));
+    let answers: Vec<_> = all.buffer_unordered(at_once).collect().await;
+    let served = answers.iter().filter(|(status, _)| *status == Some(StatusCode::OK)).count();
+    (served as u64, start.elapsed().as_secs_f64())
 }

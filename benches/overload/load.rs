@@ -14,11 +14,12 @@ use axum::Router;
 use axum::body::Body;
 use axum::routing::post;
 use bytes::Bytes;
+use common::http::{Http, send};
 use futures_util::{StreamExt as _, stream};
 use http::header::CONTENT_LENGTH;
 use http::{Request, StatusCode};
 use http_body_util::BodyExt as _;
-use hyper_util::client::legacy::{Client, connect::HttpConnector};
+use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use lowtide::BoxError;
 use tokio::sync::oneshot;
@@ -114,7 +115,7 @@ async fn send_all(to: SocketAddr, offer: Offer, all: &mut Vec<Seen>) {
 
 struct Sender {
     to: SocketAddr,
-    client: Client<HttpConnector, Body>,
+    client: Http,
     piece: Bytes,
     sending: Sending,
 }
@@ -123,15 +124,16 @@ impl Sender {
     /// Sends one request, and reads its answer to the end.
     async fn send(&self, arrival: Arrival) -> Result<Fate, BoxError> {
         let length = arrival.size.as_usize().unwrap_or(0);
-        let pieces = (0..length.div_ceil(PIECE))
-            .map(|at| Ok::<_, Infallible>(self.piece.slice(..PIECE.min(length - at * PIECE))));
-        let pieces: Vec<_> = pieces.collect();
-        let gap = self.sending.body / u32::try_from(pieces.len()).unwrap_or(u32::MAX).max(1);
-        let paced = stream::iter(pieces).then(move |piece| async move {
-            if !gap.is_zero() {
-                tokio::time::sleep(gap).await;
+        let (piece, count) = (self.piece.clone(), length.div_ceil(PIECE));
+        let gap = self.sending.body / u32::try_from(count).unwrap_or(u32::MAX).max(1);
+        let paced = stream::iter(0..count).then(move |at| {
+            let piece = piece.slice(..PIECE.min(length - at * PIECE));
+            async move {
+                if !gap.is_zero() {
+                    tokio::time::sleep(gap).await;
+                }
+                Ok::<_, Infallible>(piece)
             }
-            piece
         });
         let mut request = Request::post(format!("http://{}/hold", self.to))
             .header(HOLD_HEADER, arrival.hold.as_millis().to_string());
@@ -139,12 +141,8 @@ impl Sender {
             request = request.header(CONTENT_LENGTH, length);
         }
         let copies = if arrival.is_giant { GIANT } else { self.sending.copies };
-        if copies > 0 {
-            request = request.header(COPIES_HEADER, copies);
-        }
-        let answer = self.client.request(request.body(Body::from_stream(paced))?).await?;
-        let status = answer.status();
-        answer.into_body().collect().await?;
+        let request = request.header(COPIES_HEADER, copies);
+        let (status, _) = send(&self.client, request, Body::from_stream(paced)).await?;
         Ok(match status {
             status if status.is_success() => Fate::Served,
             StatusCode::SERVICE_UNAVAILABLE => Fate::Shed,

@@ -6,25 +6,26 @@
 //! one with which the service survives each of some runs. Clients send their next request when the
 //! last one was answered, after a pause. The first mix is fixed, the others are drawn by the seed.
 
+use std::convert::Infallible;
 use std::iter::zip;
 use std::net::SocketAddr;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use axum::body::Body;
 use axum::extract::{DefaultBodyLimit, State};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use bytes::Bytes;
 use common::figures::{Figures, count, median, part, quantile};
-use common::http::{client, send};
-use common::process::{self, Process};
+use common::http::{client, post as post_to, send};
+use common::process;
 use futures_util::future::{BoxFuture, join_all};
+use futures_util::{StreamExt as _, stream};
 use http::{Request, StatusCode};
 use lowtide::admission::Managed;
 use lowtide::{BoxError, ByteSize, Cost, Memory};
 use serde_json::{Value, json};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::TcpStream;
 use tower::limit::GlobalConcurrencyLimitLayer;
 
 use crate::cell::{Cell, LIMIT, Service};
@@ -135,14 +136,9 @@ struct Outcome {
 
 /// Sends the load to one of the services.
 fn run_once(base: &Cell, mix: Mix, limit: Option<usize>) -> Result<Outcome, BoxError> {
-    let cell = Cell { service: Service::Mixed { limit }, ..base.clone() };
-    let mut command = common::own()?;
-    command.args(["--serve", &serde_json::to_string(&cell)?]);
-    if limit.is_some() {
-        command.env("_RJEM_MALLOC_CONF", THREE);
-    }
-    let mut service = Process::start_in_group(&command, LIMIT)?;
-    let to = service.first_line()?;
+    let mut command = Cell { service: Service::Mixed { limit }, ..base.clone() }.command()?;
+    command.envs(limit.map(|_| ("_RJEM_MALLOC_CONF", THREE)));
+    let (service, to) = common::serve(&command, LIMIT)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let answers = runtime.block_on(offer(to, mix));
     let nanos = process::threads(service.child.id()).unwrap_or_default();
@@ -201,16 +197,13 @@ async fn ask(
     pause: Duration,
     end: Instant,
 ) -> Vec<Answer> {
-    let (http, mut answers) = (client(), Vec::new());
+    let (http, url, mut answers) = (client(), format!("http://{to}{path}"), Vec::new());
     for body in bodies.iter().cycle() {
-        let (begun, length) = (Instant::now(), body.len());
-        if begun >= end {
+        if Instant::now() >= end {
             break;
         }
-        let request = Request::post(format!("http://{to}{path}"));
-        let request = request.header("content-type", "application/json");
-        let status = send(&http, request, body.clone()).await.ok().map(|(status, _)| status);
-        answers.push((class, status, begun.elapsed().as_secs_f64() * 1e3, length));
+        let (status, took) = post_to(&http, &url, body.clone()).await;
+        answers.push((class, status, took, body.len()));
         let Some(status) = status else { break };
         let is_served = status == StatusCode::OK;
         tokio::time::sleep(if is_served { pause } else { Duration::from_millis(100) }).await;
@@ -220,27 +213,18 @@ async fn ask(
 
 /// Sends bodies at half a MiB in a second.
 async fn drip(to: SocketAddr, body: Bytes, end: Instant) -> Vec<Answer> {
-    let mut answers = Vec::new();
+    let (http, url, mut answers) = (client(), format!("http://{to}/ingest"), Vec::new());
+    let pieces: Vec<_> = body.chunks(SLOW_PIECE).map(|piece| body.slice_ref(piece)).collect();
     while Instant::now() < end {
-        let begun = Instant::now();
-        let sent = async {
-            let mut connection = TcpStream::connect(to).await?;
-            let head = format!(
-                "POST /ingest HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\
-                 content-type: application/json\r\ncontent-length: {}\r\n\r\n",
-                body.len()
-            );
-            connection.write_all(head.as_bytes()).await?;
-            for piece in body.chunks(SLOW_PIECE) {
-                connection.write_all(piece).await?;
-                tokio::time::sleep(Duration::from_millis(100)).await;
-            }
-            let mut answer = Vec::new();
-            connection.read_to_end(&mut answer).await?;
-            let status = answer.get(9..12).ok_or("no answer")?;
-            Ok::<_, BoxError>(StatusCode::from_bytes(status)?)
-        };
-        let status = sent.await.ok();
+        let slow = stream::iter(pieces.clone()).then(async |piece| {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            Ok::<_, Infallible>(piece)
+        });
+        let (begun, request) = (Instant::now(), Request::post(&url));
+        let request = request.header("content-type", "application/json");
+        let request = request.header("content-length", body.len());
+        let answer = send(&http, request, Body::from_stream(slow)).await;
+        let status = answer.ok().map(|(status, _)| status);
         answers.push(("slow", status, begun.elapsed().as_secs_f64() * 1e3, body.len()));
         if status.is_none() {
             break;

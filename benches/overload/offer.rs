@@ -158,12 +158,7 @@ impl Offer {
 }
 
 fn class_of(draw: u64) -> usize {
-    let mut sum = 0;
-    let below = |part: &u64| {
-        sum += part;
-        draw < sum
-    };
-    PARTS.iter().position(below).unwrap_or(0)
+    (0..PARTS.len()).rfind(|class| PARTS[..*class].iter().sum::<u64>() <= draw).unwrap_or(0)
 }
 
 /// A number in [0, 1).

@@ -22,16 +22,14 @@ use axum::extract::{DefaultBodyLimit, State};
 use axum::routing::{get, post};
 use bytes::Bytes;
 use common::figures::{Figures, count, part, quantile};
-use common::http::{Http, client, client_of, send};
+use common::http::{Http, client, client_of, get as get_from, post as post_to, send};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use futures_util::StreamExt as _;
 use futures_util::future::join_all;
 use futures_util::stream::{empty, iter, pending, unfold};
-use http::Request;
+use http::{Request, StatusCode};
 use http_body_util::BodyExt as _;
-use hyper_util::client::legacy::Client;
-use hyper_util::rt::TokioExecutor;
 use lowtide::service::{ConnectionApp, Connections, scope};
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_admission::Budget;
@@ -73,14 +71,14 @@ pub(crate) async fn serve() -> Result<(), BoxError> {
     let connections = Connections::new(memory.admission(), 2 * STREAMS);
     let app = Router::new()
         .route("/stream", post(stream))
-        .route("/hello", get(async || "hello"))
+        .route("/hello", post(async || "hello"))
         .route("/upload", post(upload))
         .route("/echo", post(async |body: Body| body))
         .route("/length", post(async |body: Bytes| body.len().to_string()))
         .layer(DefaultBodyLimit::disable())
         .layer(memory.layer())
         .layer(RequestDecompressionLayer::new())
-        .route("/grow", post(async |State((_, grow)): State<Shared>| _ = grow.send_replace(true)))
+        .route("/grow", get(async |State((_, grow)): State<Shared>| _ = grow.send_replace(true)))
         .route("/booked", get(booked))
         .with_state((memory, grow));
     let socket = TcpSocket::new_v4()?;
@@ -146,11 +144,11 @@ pub(crate) fn run(base: &Cell, figures: &mut Figures) -> Result<bool, BoxError> 
         let http = client_of(is_http2);
         let start = Instant::now();
         let body = Bytes::from(vec![b'a'; UPLOAD]);
-        let upload = || send(&http, Request::post(format!("http://{to}/upload")), body.clone());
+        let url = format!("http://{to}/upload");
         let uploads = async {
-            let uploads = join_all((0..UPLOADS).map(|_| upload())).await;
+            let uploads = join_all((0..UPLOADS).map(|_| post_to(&http, &url, body.clone()))).await;
             *time = start.elapsed().as_secs_f64();
-            uploads.iter().flatten().filter(|(status, _)| status.is_success()).count() as u64
+            uploads.iter().filter(|(status, _)| *status == Some(StatusCode::OK)).count() as u64
         };
         let (served, short) = runtime.block_on(async {
             let short = hello(&http, to, Duration::from_millis(500));
@@ -186,10 +184,7 @@ async fn call(to: SocketAddr, path: &str, many: usize) -> (u64, (u64, f64)) {
     let frames = [Bytes::from_static(&FRAME), vec![b'a'; MESSAGE].into()].map(Ok::<_, Infallible>);
     let (last, path) = (path == "echo", &path);
     let calls = (0..many.div_ceil(CALLS_EACH)).flat_map(|nth| {
-        let mut builder = Client::builder(TokioExecutor::new());
-        let http = builder.http2_only(true).build_http::<Body>();
-        let each = CALLS_EACH.min(many - nth * CALLS_EACH);
-        std::iter::repeat_n(http, each)
+        std::iter::repeat_n(client_of(true), CALLS_EACH.min(many - nth * CALLS_EACH))
     });
     let begun = join_all(calls.map(|http| {
         let frames = iter(frames.clone());
@@ -234,11 +229,7 @@ async fn clients(to: SocketAddr, figures: &mut Figures) -> Result<(), BoxError> 
     figures.at_most("traffic.sse.saturation", idle[4], "ratio", 0.5);
     figures.at_most("traffic.sse.hello_failed", count(short.0), "requests", 0.0);
     figures.add("traffic.sse.hello_p99_ms", short.1, "ms");
-    let grow = Request::post(format!("http://{to}/grow"));
-    let (status, _) = send(&client(), grow, String::new()).await?;
-    if !status.is_success() {
-        return Err(format!("/grow answered {status}").into());
-    }
+    get_from(&client(), &format!("http://{to}/grow")).await?;
     let short = hello(&client(), to, PATIENCE).await;
     let [live, reserved, allowance, open, _] = look(to).await?;
     let ended = count(STREAMS as u64) - open;
@@ -269,13 +260,12 @@ async fn open(to: SocketAddr) -> Result<TcpStream, BoxError> {
 /// Sends short requests for this time. Returns how many failed, and the time of the slowest
 /// hundredth in milliseconds.
 async fn hello(http: &Http, to: SocketAddr, time: Duration) -> (u64, f64) {
-    let start = Instant::now();
+    let (start, url) = (Instant::now(), format!("http://{to}/hello"));
     let (mut failed, mut times) = (0, Vec::new());
     while start.elapsed() < time {
-        let begun = Instant::now();
-        let answer = send(http, Request::get(format!("http://{to}/hello")), String::new()).await;
-        failed += u64::from(!answer.is_ok_and(|(status, _)| status.is_success()));
-        times.push(begun.elapsed().as_secs_f64() * 1e3);
+        let (status, took) = post_to(http, &url, Bytes::new()).await;
+        failed += u64::from(status != Some(StatusCode::OK));
+        times.push(took);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     (failed, quantile(&times, 0.99))
@@ -283,7 +273,7 @@ async fn hello(http: &Http, to: SocketAddr, time: Duration) -> (u64, f64) {
 
 /// Returns the figures of `booked`.
 async fn look(to: SocketAddr) -> Result<[f64; 5], BoxError> {
-    let text = common::http::get(&client(), &format!("http://{to}/booked")).await?;
+    let text = get_from(&client(), &format!("http://{to}/booked")).await?;
     let all: Vec<f64> = text.split(' ').map(str::parse).collect::<Result<_, _>>()?;
     all.try_into().map_err(|all| format!("{all:?}: expected five figures").into())
 }

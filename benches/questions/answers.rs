@@ -33,8 +33,8 @@ const MINUTE: Duration = Duration::from_secs(60);
 
 /// A process that stages an incident, with a sample for each 512 KiB.
 fn stage_in_process(name: &str) -> Result<Command, BoxError> {
-    let mut command = common::own()?;
-    command.args(["answers", "--only", name]).env("_RJEM_MALLOC_CONF", "lg_prof_sample:19");
+    let mut command = common::own(&["answers", "--only", name])?;
+    command.env("_RJEM_MALLOC_CONF", "lg_prof_sample:19");
     Ok(command)
 }
 
@@ -42,9 +42,7 @@ fn stage_in_process(name: &str) -> Result<Command, BoxError> {
 /// answered.
 pub(crate) fn run(only: Option<&str>) -> Result<bool, BoxError> {
     if let Some(name) = only {
-        let (text, line) = stage(name)?;
-        println!("answer: {text}");
-        line.inspect(|line| println!("log: {line}"));
+        println!("answer: {}", stage(name)?);
         return Ok(true);
     }
     let (mut answered, mut logged) = (0.0, 0.0);
@@ -74,8 +72,8 @@ const MIB: usize = 1 << 20;
 /// The time for which an incident waits until its cause is shown.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// The text that names the cause, and the log line that does.
-type Answer = (String, Option<String>);
+/// The text that names the cause, and after it the log line that does, if there is one.
+type Answer = String;
 
 /// Incidents by name, and the questions of an operator.
 const INCIDENTS: [(&str, &str); 7] = [
@@ -127,15 +125,11 @@ impl Log {
         Ok(Self(log))
     }
 
-    fn text(&self) -> String {
-        std::fs::read_to_string(&self.0).unwrap_or_default()
-    }
-
-    /// Returns the first line with all of these texts.
-    fn find(&self, texts: &[&str]) -> Option<String> {
-        let text = self.text();
-        let found = text.lines().find(|line| texts.iter().all(|text| line.contains(text)));
-        found.map(str::to_owned)
+    /// Adds the first line with all of these texts to an answer.
+    fn find(&self, answer: &str, texts: &[&str]) -> Option<Answer> {
+        let log = std::fs::read_to_string(&self.0).ok()?;
+        let line = log.lines().find(|line| texts.iter().all(|text| line.contains(text)))?;
+        Some(format!("{answer}\nlog: {line}"))
     }
 }
 
@@ -197,7 +191,7 @@ async fn rss() -> Result<Answer, BoxError> {
     });
     let text = text.await?;
     drop(black_box(blocks));
-    Ok((text, None))
+    Ok(text)
 }
 
 /// Two models that do not fit together.
@@ -217,7 +211,7 @@ async fn evicted() -> Result<Answer, BoxError> {
         Ok(text.filter(|text| text.contains("\"ranker\"")).map(str::to_owned))
     });
     let text = text.await?;
-    Ok((text, log.find(&["resource unloaded", "embedder", "ranker"])))
+    Ok(log.find(&text, &["resource unloaded", "embedder", "ranker"]).unwrap_or(text))
 }
 
 /// A loader that fails.
@@ -229,8 +223,7 @@ fn broken_model() -> Result<Answer, BoxError> {
     if model.acquire_blocking().is_ok() {
         return Err("the loader failed".into());
     }
-    let line = log.find(&["load failed", "ranker", "weights.bin"]).ok_or("not logged")?;
-    Ok(("it is in the log".to_owned(), Some(line)))
+    Ok(log.find("", &["load failed", "ranker", "weights.bin"]).ok_or("not logged")?)
 }
 
 /// Live memory that no request owns fills this part of the limit, and requests arrive.
@@ -239,13 +232,13 @@ async fn full(part: f64, line: &[&str]) -> Result<Answer, BoxError> {
     let limit = ByteSize::mib(512);
     let memory = memory(limit)?;
     let cache = vec![1_u8; limit.scaled(part).as_usize().ok_or("too large")?];
-    let line = until("the line", || {
+    let text = until("the line", || {
         drop(memory.admission().try_admit(Cost::host(ByteSize::kib(64))));
-        Ok(log.find(line))
+        Ok(log.find("", line))
     });
-    let line = line.await.map_err(|error| format!("{error}; log: {}", log.text()))?;
+    let text = text.await?;
     drop(black_box(cache));
-    Ok(("it is in the log".to_owned(), Some(line)))
+    Ok(text)
 }
 
 /// An arena that sleeps on request.
@@ -255,8 +248,7 @@ fn asleep() -> Result<Answer, BoxError> {
     let memory = builder.without_environment().start()?;
     let arena = memory.devices().open_arena("embedder")?;
     arena.sleep(SleepOptions::default())?;
-    let line = log.find(&["arena asleep", "embedder"]).ok_or("not logged")?;
-    Ok(("it is in the log".to_owned(), Some(line)))
+    Ok(log.find("", &["arena asleep", "embedder"]).ok_or("not logged")?)
 }
 
 /// Bodies that never arrive hold reservations; then further requests are rejected.
@@ -269,21 +261,17 @@ async fn slow_bodies() -> Result<Answer, BoxError> {
         let request = Request::post("/upload").header("content-length", 60 * MIB).body(body);
         request.map(|request| app.clone().oneshot(request))
     };
-    let mut held = Vec::new();
     for _ in 0..64 {
         let never = futures_util::stream::pending::<Result<Bytes, io::Error>>();
-        held.push(tokio::spawn(upload(Body::from_stream(never))?));
+        tokio::spawn(upload(Body::from_stream(never))?);
         tokio::task::yield_now().await;
     }
-    let mut seen = String::new();
     let text = until("the rejections", || {
         let told = document(&memory, "events,permits")?;
-        seen = told["findings"].to_string();
         Ok(finding(&told, "rejections", "wait for their clients"))
     });
-    let text = text.await.map_err(|error| format!("{error}; findings {seen}"))?;
-    held.iter().for_each(tokio::task::JoinHandle::abort);
-    Ok((text, log.find(&["requests rejected", "full"])))
+    let text = text.await?;
+    Ok(log.find(&text, &["requests rejected", "full"]).unwrap_or(text))
 }
 
 #[inline(never)]
@@ -314,12 +302,8 @@ async fn leak() -> Result<Answer, BoxError> {
     }
     drop(black_box(cache));
     let grown = ByteSize::new(leaks["suspects"]["list"][0]["growth_bytes"].as_u64().unwrap_or(0));
-    let text = format!(
-        "live memory after quiet times grows by {:.1} GiB an hour; `a_cache_that_only_grows` grew \
-         by {grown}",
-        growth / f64::from(1 << 30)
-    );
-    Ok((text, None))
+    let gib = growth / f64::from(1 << 30);
+    Ok(format!("live memory grows by {gib:.1} GiB an hour; `a_cache_that_only_grows` by {grown}"))
 }
 
 /// One route holds far more than the other.
@@ -334,20 +318,17 @@ async fn route() -> Result<Answer, BoxError> {
     };
     let routes = Router::new().route("/rerank", post(hold(40))).route("/embed", post(hold(2)));
     let app = routes.layer(memory.layer());
-    let mut held = Vec::new();
     for path in ["/embed", "/embed", "/rerank", "/embed", "/rerank"] {
-        held.push(tokio::spawn(app.clone().oneshot(Request::post(path).body(Body::empty())?)));
+        tokio::spawn(app.clone().oneshot(Request::post(path).body(Body::empty())?));
     }
-    let text = until("the route", || {
+    until("the route", || {
         let told = document(&memory, "routes")?;
         let first = &told["routes"][0];
         let live = first["live_bytes"].as_u64().unwrap_or(0);
         let is_largest = first["route"] == "/rerank" && live >= 70 << 20;
         Ok(is_largest.then(|| format!("POST /rerank holds {}", ByteSize::new(live))))
-    });
-    let text = text.await?;
-    held.iter().for_each(tokio::task::JoinHandle::abort);
-    Ok((text, None))
+    })
+    .await
 }
 
 /// Traffic at 1 GiB that would not fit below 256 MiB.
@@ -372,8 +353,7 @@ async fn smaller_limit() -> Result<Answer, BoxError> {
     if share < 0.05 {
         return Err(format!("too few would be rejected: {at}").into());
     }
-    let text = at["sentence"].as_str().unwrap_or_default().to_owned();
-    Ok((text, None))
+    Ok(at["sentence"].as_str().unwrap_or_default().to_owned())
 }
 
 /// The bytes per request of two versions, as Prometheus would divide the counters.
@@ -401,8 +381,7 @@ fn deploy() -> Result<Answer, BoxError> {
     if !(3.0..5.0).contains(&ratio) {
         return Err(format!("{before} and {after} bytes per request").into());
     }
-    let text = format!("version 1.5.0 needs {ratio:.1} times the bytes per request of 1.4.0");
-    Ok((text, None))
+    Ok(format!("version 1.5.0 needs {ratio:.1} times the bytes per request of 1.4.0"))
 }
 
 /// Serves requests that need the bytes of the environment, and prints the metrics.
@@ -415,10 +394,10 @@ async fn deployed() -> Result<Answer, BoxError> {
     for _ in 0..50 {
         app.clone().oneshot(Request::post("/embed").body(Body::empty())?).await?;
     }
-    let text = until("the metrics", || {
+    until("the metrics", || {
         let endpoints = Endpoints::new(Some(memory.clone()));
         let text = endpoints.answer("/metrics").ok_or("no metrics")?.into_body();
         Ok(text.contains("route_requests_total{").then_some(text))
-    });
-    Ok((text.await?, None))
+    })
+    .await
 }

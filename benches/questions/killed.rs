@@ -98,20 +98,16 @@ fn run_all(rate: u64, kill_at: Option<ByteSize>) -> Result<Vec<Left>, BoxError> 
 fn run(site: usize, rate: u64, kill_at: Option<ByteSize>) -> Result<Left, BoxError> {
     let folder = tempfile::tempdir()?;
     {
-        let mut command = own()?;
-        command.args(["grow", &site.to_string(), &rate.to_string()]).arg(folder.path());
+        let mut command = own(&["grow", &site.to_string(), &rate.to_string()])?;
+        command.arg(folder.path());
         let mut service = Process::start_in_group(&command, LIMIT)?;
         let kill_at = kill_at.or_else(|| service.folder().is_none().then_some(LIMIT));
         wait_for_end(&mut service, kill_at)?;
     }
     let profile = grown(folder.path())?;
-    let mut command = own()?;
-    command.arg("tell").arg(folder.path());
-    let mut next = Process::start_in_group(&command, LIMIT)?;
-    let text = next.output()?;
-    let lines = text.split_once('\n').filter(|(cause, _)| !cause.is_empty());
-    let (cause, summary) = lines.ok_or("the next start told no cause")?;
-    Ok([cause.to_owned(), summary.trim().to_owned(), profile])
+    let mut command = own(&["tell"])?;
+    let mut next = Process::start_in_group(command.arg(folder.path()), LIMIT)?;
+    Ok([next.line()?, next.line()?, profile])
 }
 
 /// Waits until a service is killed, or kills it when it holds so much.
@@ -168,11 +164,7 @@ fn grown(folder: &Path) -> Result<String, BoxError> {
 /// Returns the name of a function of the other process, which runs the same program elsewhere.
 fn name(address: u64, other: &AllocationProfile, own: &AllocationProfile) -> Option<String> {
     let of = other.mappings.iter().find(|of| (of.start..of.end).contains(&address))?;
-    let same = |mapping: &&_| {
-        let mapping: &lowtide::heap::ProfileMapping = mapping;
-        (&mapping.path, mapping.offset) == (&of.path, of.offset)
-    };
-    let here = own.mappings.iter().find(same)?;
+    let here = own.mappings.iter().find(|it| (&it.path, it.offset) == (&of.path, of.offset))?;
     let place = usize::try_from(address - 1 - of.start + here.start).ok()?;
     let mut name = None;
     backtrace::resolve(std::ptr::without_provenance_mut::<c_void>(place), |symbol| {

@@ -1,28 +1,20 @@
 //! The cost of the heap profiler that runs from the start: instructions of an allocation and its
 //! release, by callgrind, and resident memory.
 //!
-//! `cargo bench -p lowtide-benches --features profiling --bench questions_profiler`. The program
-//! runs itself with the profiler on and off in jemalloc's settings; it is the same build. It
-//! replaces the blocks of a ring one after the other, since a single block would always be the same
+//! The program runs itself with the profiler on and off in jemalloc's settings; it is the same
+//! build. It replaces the blocks of a ring one after the other, since a single block would always be the same
 //! address. Instructions are the difference of two runs, without start and end.
 //!
 //! The build itself costs more than one without the feature, at every setting; see
 //! docs/OPERATING.md, "Taking a heap profile".
-//!
-//! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
-#![expect(clippy::print_stdout, reason = "a program that prints figures")]
 
 use std::hint::black_box;
-use std::process::ExitCode;
 
-use clap::Parser;
-use common::callgrind::{Counted, per_step};
+use common::callgrind::per_step;
 use common::figures::{Figures, median};
 use common::process::resident_at_rest;
 use lowtide::BoxError;
 use lowtide::heap::{self, Profiler};
-
-lowtide::global_allocator!(balanced);
 
 /// The interval of the image's build: 2^23 bytes are 8 MiB.
 const INTERVAL: u32 = 23;
@@ -41,29 +33,19 @@ const CHURN: usize = 4_000;
 /// The runs of which the median resident memory is taken.
 const RUNS: usize = 15;
 
-#[derive(Debug, Parser)]
-struct Cli {
-    /// Be the process that allocates and frees blocks of these bytes; or, by the name `resident`,
-    /// that allocates on some threads, and prints the resident KiB.
-    #[command(flatten)]
-    counted: Counted,
-}
-
-fn main() -> ExitCode {
-    common::main(|cli: Cli| {
-        if let Profiler::Active { .. } = heap::profiler() {
-            heap::cache_unwind_rules()?; // as the start of a `Memory` does
-        }
-        match cli.counted.be.as_deref() {
-            Some("resident") => {
-                let work = || [4096, 65_536].into_iter().for_each(|size| ring(size, CHURN));
-                println!("{}", resident_at_rest(work)?);
-            }
-            Some(size) => ring(size.parse()?, cli.counted.steps),
-            None => return measure(),
-        }
-        Ok(true)
-    })
+/// Is the process that allocates and frees blocks of these bytes; or, by the name `resident`, that
+/// allocates on some threads, and prints the resident KiB.
+pub(crate) fn be(kind: &str, steps: usize) -> Result<(), BoxError> {
+    if let Profiler::Active { .. } = heap::profiler() {
+        heap::cache_unwind_rules()?; // as the start of a `Memory` does
+    }
+    if kind == "resident" {
+        let work = || [4096, 65_536].into_iter().for_each(|size| ring(size, CHURN));
+        println!("{}", resident_at_rest(work)?);
+    } else {
+        ring(kind.parse()?, steps);
+    }
+    Ok(())
 }
 
 fn ring(size: usize, count: usize) {
@@ -75,7 +57,7 @@ fn ring(size: usize, count: usize) {
 }
 
 /// Prints the figures. Returns `true` if every goal held.
-fn measure() -> Result<bool, BoxError> {
+pub(crate) fn measure() -> Result<bool, BoxError> {
     let (off, active) = ("prof:false", format!("prof:true,lg_prof_sample:{INTERVAL}"));
     let mut figures = Figures::default();
     for (name, bytes, count, ratio_max) in SIZES {

@@ -154,23 +154,16 @@ struct Burst {
 /// The bursts of a trace in their order; after the last one nothing is live.
 fn bursts(trace: &Trace, seed: u64) -> Vec<Burst> {
     let mut chance = Chance::new(seed);
-    let starts = trace.marks.iter().copied();
-    let ends = trace.marks.iter().copied().skip(1).chain([trace.events.len()]);
     // Events before the first mark, where there are such, belong to the first burst.
-    let mut parts: Vec<_> = starts.zip(ends).map(|(start, end)| start..end).collect();
-    match parts.first_mut() {
-        Some(first) => first.start = 0,
-        None => parts.push(0..trace.events.len()),
-    }
-    let passes = GAPS.div_ceil(parts.len());
-    let all = (0..passes).flat_map(|_| parts.iter().cloned());
+    let later = trace.marks.iter().copied().skip(1);
+    let bounds: Vec<_> = [0].into_iter().chain(later).chain([trace.events.len()]).collect();
+    let parts: Vec<_> = bounds.windows(2).map(|part| part[0]..part[1]).collect();
+    let all = parts.iter().cycle().take(GAPS.next_multiple_of(parts.len())).cloned();
     all.map(|events| Burst { events, gap: gap(&mut chance, GAP) }).collect()
 }
 
 fn gap(chance: &mut Chance, (shortest, longest): (f64, f64)) -> Duration {
-    const STEPS: usize = 1 << 20;
-    let unit = u32::try_from(chance.below(STEPS)).map_or(0.0, f64::from) / f64::from(1 << 20);
-    Duration::from_secs_f64(shortest * (longest / shortest).powf(unit))
+    Duration::from_secs_f64(chance.around(shortest, longest))
 }
 
 /// The result of a whole schedule.

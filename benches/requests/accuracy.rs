@@ -28,7 +28,7 @@ use common::own;
 use common::process::Process;
 use futures_util::stream;
 use http::Request;
-use http_body_util::{BodyExt as _, Full};
+use http_body_util::BodyExt as _;
 use lowtide::admission::Cost;
 use lowtide::config::DeviceChoice;
 use lowtide::service::{MemoryLayer, RequestPermit};
@@ -145,13 +145,13 @@ async fn run(memory: &Memory, order: &Order) -> Result<Seen, BoxError> {
     let requests = order.3;
     let layer = MemoryLayer::new(memory.admission().clone(), Cost::ZERO);
     let stage = Arc::new(Stage::default());
-    let service = routes(Arc::clone(&stage)).layer(layer.without_slow_start());
+    let routes = Router::new().route("/{name}", any(handle)).layer(DefaultBodyLimit::disable());
+    let service = routes.with_state(Arc::clone(&stage)).layer(layer.without_slow_start());
     let listener = TcpListener::bind("127.0.0.1:0").await?;
     let server = listener.local_addr()?;
     let serving = tokio::spawn(async { axum::serve(listener, service).await });
     let before = settled().await?;
-    let mut clients = own()?;
-    clients.arg("--client").arg(serde_json::to_string(&(server, order))?);
+    let clients = own(&["--client", &serde_json::to_string(&(server, order))?])?;
     let mut clients = Process::start(clients)?;
     let start = Instant::now();
     while stage.waiting.load(Ordering::Acquire) < requests {
@@ -203,7 +203,7 @@ pub(crate) async fn be_clients(order: &str) -> Result<(), BoxError> {
     let uri = format!("http://{server}/{path}");
     let ask = |mut end: watch::Receiver<bool>, uri: String, body: Bytes| async move {
         let request = Request::builder().method(if body.is_empty() { "GET" } else { "POST" });
-        let request = request.uri(&uri).body(Full::new(body))?;
+        let request = request.uri(&uri).body(Body::from(body))?;
         let http = client_of(is_http2);
         let mut answer = http.request(request).await?;
         if reads_late {
@@ -255,11 +255,6 @@ impl Stage {
 
 fn filled(bytes: usize) -> Vec<u8> {
     black_box(vec![7; bytes])
-}
-
-fn routes(stage: Arc<Stage>) -> Router {
-    let routes = Router::new().route("/{name}", any(handle)).layer(DefaultBodyLimit::disable());
-    routes.with_state(stage)
 }
 
 async fn next(body: &mut Body) -> Option<Bytes> {

@@ -2,21 +2,21 @@
 
 use std::convert::Infallible;
 use std::ffi::OsStr;
-use std::future::{Future as _, Ready, ready};
+use std::future::{Ready, ready};
 use std::hint::black_box;
 use std::path::Path;
 use std::pin::pin;
 use std::process::Command;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use common::figures::{Figures, median};
+use futures_util::FutureExt as _;
 use http::header::CONTENT_TYPE;
 use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, Version};
 use http_body::{Body, Frame};
-use http_body_util::{Empty, Full, StreamBody};
+use http_body_util::{BodyExt as _, Empty, Full, StreamBody};
 use lowtide::admission::{Budget, Cost, Permit, Priority};
 use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
@@ -72,10 +72,9 @@ where
 {
     let mut request = Request::new(Empty::new());
     *request.version_mut() = Version::HTTP_2;
-    let mut cx = Context::from_waker(Waker::noop());
-    let Poll::Ready(Ok(response)) = pin!(service.call(request)).poll(&mut cx) else { return };
+    let Some(Ok(response)) = service.call(request).now_or_never() else { return };
     let mut body = pin!(response.into_body());
-    while let Poll::Ready(Some(frame)) = body.as_mut().poll_frame(&mut cx) {
+    while let Some(Some(frame)) = body.as_mut().frame().now_or_never() {
         black_box(frame.is_ok());
     }
 }
@@ -118,13 +117,9 @@ fn costs(memory: &Memory) -> f64 {
 
 /// Returns what the report costs.
 fn compare(with: &mut dyn FnMut(), without: &mut dyn FnMut()) -> f64 {
-    let mut times = [Vec::new(), Vec::new()];
-    for _ in 0..ROUNDS {
-        times[0].push(time(with));
-        times[1].push(time(without));
-    }
-    let [with, without] = times.map(|times| median(&times));
-    with - without
+    let times = (0..ROUNDS).map(|_| (time(with), time(without)));
+    let (with, without): (Vec<_>, Vec<_>) = times.unzip();
+    median(&with) - median(&without)
 }
 
 /// Returns the further bytes that are allocated for a response with a report.

@@ -60,9 +60,7 @@ pub(crate) fn measure(figures: &mut Figures) -> Result<(), BoxError> {
 /// Returns the requests that were rejected, and those that were served; `None` if the service was
 /// killed.
 fn run() -> Result<Option<[f64; 2]>, BoxError> {
-    let mut command = own()?;
-    command.arg("serve-cache");
-    let mut service = Process::start_in_group(&command, LIMIT)?;
+    let mut service = Process::start_in_group(&own(&["serve", "cache"])?, LIMIT)?;
     if service.folder().is_none() {
         println!("no cgroup can be made here, so nothing can be killed");
     }

@@ -13,14 +13,15 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use bytes::Bytes;
 use common::figures::{Figures, count};
-use common::http::{Http, client, get as get_from, send};
+use common::http::{Http, client, get as get_from, post as post_to};
+use common::own;
 use common::process::group;
-use http::{Request, StatusCode};
+use http::StatusCode;
 use lowtide::{BoxError, ByteSize, Memory};
 use lowtide_admission::{Level, RejectReason};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use tokio::task::JoinHandle;
+use tokio::task::JoinSet;
 use tokio::time::sleep;
 
 /// The limit of a service.
@@ -62,9 +63,9 @@ pub(crate) async fn measure(
 struct Counts {
     /// Requests of small clients, and of big ones, that were served.
     served: [AtomicU64; 2],
-    /// Requests that got neither an answer of their handler nor a refusal, while it is counted.
+    refused: AtomicU64,
+    /// Requests that got neither an answer of their handler nor a refusal.
     failed: AtomicU64,
-    is_counting: AtomicBool,
     is_over: AtomicBool,
 }
 
@@ -74,43 +75,27 @@ fn clients(
     url: &str,
     bodies: [(usize, &Bytes); 2],
     counts: &Arc<Counts>,
-) -> Vec<JoinHandle<()>> {
+) -> JoinSet<()> {
     let bodies = bodies.into_iter().flat_map(|(clients, body)| vec![body.clone(); clients]);
     let client = |body: Bytes| {
         let (http, url, counts) = (http.clone(), url.to_owned(), Arc::clone(counts));
-        tokio::spawn(async move {
+        async move {
             let is_big = body.len() > 2 * SMALL;
             while !counts.is_over.load(Relaxed) {
-                let status = post_to(&http, &url, body.clone()).await;
-                match status {
-                    Some(200) => drop(counts.served[usize::from(is_big)].fetch_add(1, Relaxed)),
-                    Some(503) => {}
-                    _ => {
-                        let counting = u64::from(counts.is_counting.load(Relaxed));
-                        counts.failed.fetch_add(counting, Relaxed);
-                    }
-                }
-                if !is_big || status != Some(200) {
+                let (status, _) = post_to(&http, &url, body.clone()).await;
+                let counter = match status {
+                    Some(StatusCode::OK) => &counts.served[usize::from(is_big)],
+                    Some(StatusCode::SERVICE_UNAVAILABLE) => &counts.refused,
+                    _ => &counts.failed,
+                };
+                counter.fetch_add(1, Relaxed);
+                if !is_big || status != Some(StatusCode::OK) {
                     sleep(PAUSE).await;
                 }
             }
-        })
+        }
     };
     bodies.map(client).collect()
-}
-
-/// Returns the status of the answer; `None` without one.
-async fn post_to(http: &Http, url: &str, body: Bytes) -> Option<u16> {
-    let request = Request::post(url).header("content-type", "application/json");
-    send(http, request, body).await.ok().map(|(status, _)| status.as_u16())
-}
-
-/// Ends clients.
-async fn end(clients: Vec<JoinHandle<()>>, counts: &Counts) {
-    counts.is_over.store(true, Relaxed);
-    for client in clients {
-        let _ = client.await;
-    }
 }
 
 /// The service of the README under bodies that need several times their length. The handler keeps
@@ -126,7 +111,7 @@ async fn readme(is_sample: bool, figures: &mut Figures) -> Result<(), BoxError> 
     for (kind, body) in [("ones", Bytes::from(ones)), ("objects", objects.into())] {
         let mut kills = 0;
         for _ in 0..runs {
-            let (service, address) = common::serve(&["serve-faulty"], LIMIT)?;
+            let (service, address) = common::serve(&own(&["serve", "faults"])?, LIMIT)?;
             let [small, big] = load_readme(address, &body).await;
             kills += service.end();
             figures.add(format!("faults.readme.{kind}.small_served"), small, "requests/run");
@@ -142,7 +127,8 @@ async fn load_readme(address: SocketAddr, big: &Bytes) -> [f64; 2] {
     let (counts, url) = (Arc::default(), format!("http://{address}/json"));
     let clients = clients(&client(), &url, [(12, big), (20, &common::json(SMALL))], &counts);
     sleep(Duration::from_secs(5)).await;
-    end(clients, &counts).await;
+    counts.is_over.store(true, Relaxed);
+    clients.join_all().await;
     counts.served.each_ref().map(|served| count(served.load(Relaxed)))
 }
 
@@ -172,11 +158,12 @@ async fn runaway(is_sample: bool, figures: &mut Figures) -> Result<(), BoxError>
     let runs = if is_sample { 2 } else { 20 };
     let (mut ended, mut harmed) = (0, 0);
     for run in 1..=runs {
-        let (service, address) = common::serve(&["serve-faulty"], LIMIT)?;
+        let (service, address) = common::serve(&own(&["serve", "faults"])?, LIMIT)?;
         let (status, failed, report) = load_runaway(address).await?;
         let is_killed = service.end() > 0;
         println!("{run}: {status:?}, {failed} failed, {report:?}, killed: {is_killed}");
-        let is_ended = matches!(status, Some(503 | 413));
+        let is_ended =
+            matches!(status, Some(StatusCode::SERVICE_UNAVAILABLE | StatusCode::PAYLOAD_TOO_LARGE));
         ended += u64::from(is_ended && !report.is_critical && !is_killed);
         harmed += failed + report.cancelled.saturating_sub(1);
     }
@@ -188,35 +175,48 @@ async fn runaway(is_sample: bool, figures: &mut Figures) -> Result<(), BoxError>
 
 /// Returns the status of the answer to the import, how many other requests failed, and the report
 /// of the service.
-async fn load_runaway(address: SocketAddr) -> Result<(Option<u16>, u64, Report), BoxError> {
+async fn load_runaway(address: SocketAddr) -> Result<(Option<StatusCode>, u64, Report), BoxError> {
     let (http, counts) = (client(), Arc::new(Counts::default()));
     let (big, small) = (Bytes::from(vec![1; BIG]), Bytes::from(vec![1; SMALL]));
     let url = |path: &str| format!("http://{address}/{path}");
     let clients = clients(&http, &url("work"), [(16, &big), (8, &small)], &counts);
     for _ in 0..LESSONS {
-        while post_to(&http, &url("import/1"), big.slice(..PIECE)).await != Some(200) {
+        while post_to(&http, &url("import/1"), big.slice(..PIECE)).await.0 != Some(StatusCode::OK) {
             sleep(PAUSE).await;
         }
     }
     // Until the load is as large as it becomes.
     sleep(WORK).await;
-    counts.is_counting.store(true, Relaxed);
+    let failed_before = counts.failed.load(Relaxed);
     let import = url(&format!("import/{RUNAWAY}"));
-    let status = post_to(&http, &import, big.slice(..PIECE)).await;
-    end(clients, &counts).await;
+    let (status, _) = post_to(&http, &import, big.slice(..PIECE)).await;
+    counts.is_over.store(true, Relaxed);
+    clients.join_all().await;
     // Without a report it was killed.
     let report = get_from(&http, &url("report")).await;
     let report =
         report.map_or_else(|_| Ok(Report::default()), |text| serde_json::from_str(&text))?;
-    Ok((status, counts.failed.load(Relaxed), report))
+    Ok((status, counts.failed.load(Relaxed) - failed_before, report))
 }
 
 /// The README's service, with handlers for both parts.
 #[tokio::main]
 pub(crate) async fn serve() -> Result<(), BoxError> {
     let memory = Memory::start()?;
-    let (is_running, is_critical) = (Arc::default(), Arc::default());
-    watch(&memory, &is_running, &is_critical)?;
+    let (is_running, is_critical) = (Arc::new(AtomicBool::default()), Arc::default());
+    let (admission, running, critical) = (
+        memory.admission().clone(),
+        Arc::clone(&is_running),
+        Arc::<AtomicBool>::clone(&is_critical),
+    );
+    tokio::spawn(async move {
+        loop {
+            if running.load(Relaxed) && admission.level() == Level::Critical {
+                critical.store(true, Relaxed);
+            }
+            sleep(Duration::from_millis(1)).await;
+        }
+    });
     let parse = |Json(value): Json<Value>| async move {
         sleep(Duration::from_millis(50)).await;
         value.as_array().map_or(0, Vec::len).to_string()
@@ -243,24 +243,4 @@ pub(crate) async fn serve() -> Result<(), BoxError> {
     let routes = routes.route("/import/{pieces}", post(import)).layer(memory.layer());
     let routes = routes.layer(DefaultBodyLimit::max(10 << 20)).route("/report", get(report));
     common::listen(routes).await
-}
-
-/// Records whether the level is critical from when the import runs. Ends with the process.
-#[expect(clippy::disallowed_methods, reason = "it looks at the level at real intervals")]
-fn watch(
-    memory: &Memory,
-    is_running: &Arc<AtomicBool>,
-    is_critical: &Arc<AtomicBool>,
-) -> std::io::Result<()> {
-    let admission = memory.admission().clone();
-    let (is_running, is_critical) = (Arc::clone(is_running), Arc::clone(is_critical));
-    let look = move || {
-        loop {
-            if is_running.load(Relaxed) && admission.level() == Level::Critical {
-                is_critical.store(true, Relaxed);
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    };
-    std::thread::Builder::new().name("watch".to_owned()).spawn(look).map(drop)
 }

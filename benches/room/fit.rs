@@ -68,11 +68,10 @@ const PATIENCE: Duration = Duration::from_secs(40);
 /// Runs it once. Returns the seconds from the command to its success, and the processes that the
 /// kernel killed, or 1 if this one has ended.
 async fn run(nth: u64) -> Result<(f64, u64), BoxError> {
-    let (service, at) = common::serve(&["serve-fitting"], LIMIT)?;
-    let folder = service.folder().ok_or("no cgroup can be made here")?.to_owned();
+    let (service, at) = common::serve(&common::own(&["serve", "fit"])?, LIMIT)?;
     let http = client();
     let load = tokio::spawn(load(http.clone(), at, Chance::new(nth)));
-    let staged = stage(&service, &folder, at, &http).await;
+    let staged = stage(&service, at, &http).await;
     load.abort();
     let kills = service.end();
     match staged {
@@ -86,14 +85,10 @@ async fn run(nth: u64) -> Result<(f64, u64), BoxError> {
     }
 }
 
-async fn stage(
-    service: &Process,
-    folder: &std::path::Path,
-    at: SocketAddr,
-    http: &Http,
-) -> Result<f64, BoxError> {
+async fn stage(service: &Process, at: SocketAddr, http: &Http) -> Result<f64, BoxError> {
+    let usage = || service.folder().and_then(usage).ok_or("no cgroup can be made here");
     tokio::time::sleep(PHASE).await;
-    let before = usage(folder).ok_or("no usage")?;
+    let before = usage()?;
     let start = Instant::now();
     let told = ask(http, at, "POST", &format!("/memory/fit?limit={}", FIT.get())).await?;
     let id = told["admin_task"].as_u64().ok_or_else(|| told.to_string())?;
@@ -109,7 +104,7 @@ async fn stage(
     if text(&task, "state") == "failed" {
         return Err(outcome.into());
     }
-    let after = usage(folder).ok_or("no usage")?;
+    let after = usage()?;
     println!("{outcome}; usage {before} before, {after} after {seconds:.2} s");
     if after >= FIT {
         return Err(format!("a kubelet would refuse: usage {after}").into());

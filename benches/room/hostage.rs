@@ -16,9 +16,9 @@ use axum::Router;
 use axum::extract::DefaultBodyLimit;
 use axum::routing::post;
 use common::figures::{Figures, count};
-use common::http::{Http, client, client_of, get, send};
+use common::http::{Http, client, client_of, get_json, post as post_to};
 use common::process::{Process, free_port, raise_descriptors};
-use http::{Request, StatusCode};
+use http::StatusCode;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use hyper_util::server::conn::auto;
 use hyper_util::service::TowerToHyperService;
@@ -105,7 +105,7 @@ pub(crate) async fn measure_connections(figures: &mut Figures) -> Result<(), Box
 
 /// Starts the service of HTTP/2.
 fn start() -> Result<(Process, SocketAddr), BoxError> {
-    common::serve(&["serve-attacked"], LIMIT)
+    common::serve(&common::own(&["serve", "hostage"])?, LIMIT)
 }
 
 /// Starts the proxy, and waits until it accepts connections.
@@ -117,7 +117,6 @@ fn start_proxy(upstream: Option<SocketAddr>) -> Result<(Process, SocketAddr), Bo
         .args(upstream.map(|upstream| format!("--upstream=http://{upstream}")))
         .env("LOWTIDE_MEMORY_LIMIT", LIMIT.exact())
         .env("LOWTIDE_DEVICE", "host")
-        .env("LOWTIDE_METRICS_INTERVAL", "100ms")
         .env("RUST_LOG", "error");
     let mut service = Process::start_in_group(&command, LIMIT)?;
     service.accepts(at)?;
@@ -149,11 +148,10 @@ async fn drive(to: SocketAddr, path: &'static str, lasts: Duration, kept: Option
     for nth in 0..sent {
         ticks.tick().await;
         let http = kept.map_or_else(|| client_of(path == "/work"), |kept| kept[nth % KEPT].clone());
-        let request = Request::post(format!("http://{to}{path}"));
-        let (request, body) = (request.header("content-type", "application/json"), body.clone());
+        let (url, body) = (format!("http://{to}{path}"), body.clone());
         asked.spawn(async move {
-            let answered = timeout(PATIENCE, send(&http, request, body)).await;
-            matches!(answered, Ok(Ok((StatusCode::OK, _))))
+            let answered = timeout(PATIENCE, post_to(&http, &url, body)).await;
+            matches!(answered, Ok((Some(StatusCode::OK), _)))
         });
     }
     let served = asked.join_all().await.into_iter().filter(|served| *served).count();
@@ -238,7 +236,7 @@ const PAUSE: Duration = Duration::from_millis(1);
 /// The behaviour of one attacker.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Attack {
-    /// Announces the longest text that the proxy admits now, by its metrics, and sends it at just
+    /// Announces the longest text that the proxy admits now, as it says, and sends it at just
     /// above 16 KiB/s. The attackers begin one after the other.
     SlowBody,
     /// Asks for ten responses over HTTP/2, and lets the server send none of them.
@@ -313,16 +311,12 @@ async fn hold(to: SocketAddr, attack: Attack) -> Result<(), BoxError> {
 /// Waits until the proxy admits a text, and returns the length of the longest.
 async fn longest_text(to: SocketAddr) -> Result<u64, BoxError> {
     loop {
-        let text = get(&client(), &format!("http://{to}/metrics")).await?;
-        let metric = |name| {
-            let name = format!("lowtide_admission_{name}_bytes{{budget=\"host\"}} ");
-            text.lines().find_map(|line| line.strip_prefix(&name)?.parse::<u64>().ok())
-        };
-        let (allowance, reserved) = metric("allowance")
-            .zip(metric("reserved"))
-            .ok_or("the proxy publishes no allowance")?;
+        let mut told = get_json(&client(), &format!("http://{to}/memory")).await?;
+        let budget = told["host"]["budget"].take();
+        let bytes = |key: &str| budget[key].as_u64().ok_or("the proxy publishes no allowance");
+        let free = bytes("allowance_bytes")?.saturating_sub(bytes("reserved_bytes")?);
         // The proxy reserves ten times a text's length, 256 KiB for it, and 128 KiB to forward it.
-        let longest = allowance.saturating_sub(reserved).saturating_sub(512 << 10) / 10;
+        let longest = free.saturating_sub(512 << 10) / 10;
         if longest >= TEXT_MIN {
             return Ok(longest);
         }

@@ -16,7 +16,7 @@ use axum::extract::Path;
 use axum::routing::post;
 use bytes::Bytes;
 use common::figures::Figures;
-use common::http::{Http, client, get, send};
+use common::http::{Http, client, get_json, send};
 use common::own;
 use common::process::Process;
 use http::{Request, StatusCode};
@@ -145,8 +145,8 @@ struct Service {
 impl Service {
     /// Starts this program as the service, and waits until it prints its address.
     fn start(policy: &str) -> Result<Self, BoxError> {
-        let mut command = own()?;
-        command.arg("serve-leaking").env("LOWTIDE_MEMORY_LIMIT", LIMIT.exact());
+        let mut command = own(&["serve", "leak"])?;
+        command.env("LOWTIDE_MEMORY_LIMIT", LIMIT.exact());
         command.env("LOWTIDE_EXHAUSTION_POLICY", policy);
         let mut process = Process::start(command)?;
         let address = process.first_line()?;
@@ -167,8 +167,8 @@ impl Service {
 
     /// Returns what it says of its memory.
     async fn host(&self) -> Result<Value, BoxError> {
-        let text = get(&self.http, &format!("http://{}/memory", self.address)).await?;
-        Ok(serde_json::from_str::<Value>(&text)?["host"].take())
+        let url = format!("http://{}/memory", self.address);
+        Ok(get_json(&self.http, &url).await?["host"].take())
     }
 }
 

@@ -71,21 +71,9 @@ enum Part {
         #[arg(long)]
         ci: bool,
     },
-    /// Is the service that is attacked.
+    /// Is the service of a part.
     #[command(hide = true)]
-    ServeAttacked,
-    /// Is the service of the README.
-    #[command(hide = true)]
-    ServeFaulty,
-    /// Is the service that fits.
-    #[command(hide = true)]
-    ServeFitting,
-    /// Is the service with a cache.
-    #[command(hide = true)]
-    ServeCache,
-    /// Is the service that leaks.
-    #[command(hide = true)]
-    ServeLeaking,
+    Serve { of: String },
 }
 
 fn main() -> ExitCode {
@@ -104,11 +92,13 @@ fn run(part: &Part) -> Result<bool, BoxError> {
         Part::Leak => leak::measure(&mut figures)?,
         Part::Fit => fit::measure(&mut figures)?,
         Part::Faults { part, ci } => faults::measure(*part, *ci, &mut figures)?,
-        Part::ServeAttacked => hostage::serve()?,
-        Part::ServeFaulty => faults::serve()?,
-        Part::ServeFitting => fit::serve()?,
-        Part::ServeCache => cache::serve()?,
-        Part::ServeLeaking => leak::serve()?,
+        Part::Serve { of } => match &**of {
+            "hostage" => hostage::serve()?,
+            "faults" => faults::serve()?,
+            "fit" => fit::serve()?,
+            "cache" => cache::serve()?,
+            _ => leak::serve()?,
+        },
     }
     Ok(figures.print())
 }

@@ -33,9 +33,6 @@ struct Cli {
     /// The first seed.
     #[arg(long, default_value_t = 0)]
     from: u64,
-    /// The number of schedules that run at a time.
-    #[arg(long, default_value_t = 2)]
-    threads: usize,
 }
 
 fn main() -> ExitCode {
@@ -54,7 +51,7 @@ fn main() -> ExitCode {
                 }
             }
         };
-        thread::scope(|scope| (0..cli.threads).for_each(|_| drop(scope.spawn(run))));
+        thread::scope(|scope| (0..2).for_each(|_| drop(scope.spawn(run))));
         let seconds = (clock.now() - start).as_secs_f64();
         println!("{} schedules in {seconds:.1} s", cli.count);
         let mut figures = Figures::default();

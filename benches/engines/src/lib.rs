@@ -117,11 +117,9 @@ pub fn run(arguments: &Arguments, service: &mut dyn Service) -> Result<bool, Box
         let (figure, bound) = bound.ok_or_else(|| format!("{goal}: expected FIGURE<=NUMBER"))?;
         let (figure, bound) = (name(figure), bound.parse()?);
         figures.of(&figure).ok_or_else(|| format!("no figure {figure}"))?;
-        if goal.contains("<=") {
-            figures.set_goals(&[(&figure, bound)]);
-        } else {
-            figures.set_floor(&figure, bound);
-        }
+        let is_most = goal.contains("<=");
+        let bounds = if is_most { [f64::NEG_INFINITY, bound] } else { [bound, f64::INFINITY] };
+        figures.set_bounds(&figure, bounds);
     }
     Ok(figures.print())
 }

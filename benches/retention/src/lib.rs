@@ -115,15 +115,10 @@ impl<const N: usize> Request<N> {
     }
 }
 
-/// Draws below `end`, which is above 0.
-fn below(chance: &mut Chance, end: usize) -> usize {
-    usize::try_from(chance.next() >> 33).unwrap_or(0) % end
-}
-
 /// Draws a size of which each power of two from 2^4 to `2^high` is as likely as another.
 fn size(chance: &mut Chance, high: usize) -> usize {
-    let base = 1_usize << (4 + below(chance, high - 4));
-    base + below(chance, base)
+    let base = 1_usize << (4 + chance.below(high - 4));
+    base + chance.below(base)
 }
 
 /// A block with a byte written in each of its pages.
@@ -209,7 +204,7 @@ fn work<const N: usize>(
     let mut held = Vec::with_capacity(many);
     let mut operate = |held: &mut [Box<Request<N>>], chance: &mut Chance| {
         for _ in 0..cli.operations {
-            let at = below(chance, held.len());
+            let at = chance.below(held.len());
             let start = Instant::now();
             held[at] = Request::new(chance);
             latency
@@ -222,7 +217,7 @@ fn work<const N: usize>(
         held.resize_with(many, || Request::new(chance));
         operate(&mut held, chance);
         while held.len() > cli.held {
-            held.swap_remove(below(chance, held.len()));
+            held.swap_remove(chance.below(held.len()));
         }
         for request in &mut held {
             allocator.keep(&mut || *request = request.copy());

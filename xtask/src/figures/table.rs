@@ -188,7 +188,9 @@ pub(super) const ROWS: &[Row] = &[
     row(
         "questions",
         "questions.profiler.",
-        Cargo("bench --locked -p lowtide-benches --features profiling --bench questions_profiler"),
+        Cargo(
+            "bench --locked -p lowtide-benches --features profiling --bench questions -- profiler",
+        ),
     ),
     row("questions", "questions.advice.", Bench("controller -- --seeds 0 --days 0")),
     row("light", "light.r light.sizes. light.admission.", Bench("requests -- --counted")),
