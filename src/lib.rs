@@ -121,8 +121,12 @@
 //! Linux with glibc is supported in full; Windows is a compile error.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-#[macro_use(log)]
-extern crate lowtide_core;
+/// Logs an event of this crate, which has one target.
+macro_rules! log {
+    ($level:ident, $($event:tt)+) => {
+        lowtide_core::log!($level, target: "lowtide", $($event)+)
+    };
+}
 
 pub use lowtide_core::{BoxError, bytes, clock, decay};
 use lowtide_core::{fork, rate, sync};

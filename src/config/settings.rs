@@ -74,7 +74,6 @@ fn pick<T: Clone>(environment: &Option<T>, code: &Option<T>, default: Resolved<T
 macro_rules! setter {
     ([$($on:meta)?] [$(#[$doc:meta])*] [$setter:ident $value:ty] $kind:ty) => {
         $(#[$doc])*
-        #[must_use]
         pub fn $setter(mut self, value: $value) -> Self {
             self.code.$setter = Some(Some(value.into()));
             self
@@ -84,7 +83,6 @@ macro_rules! setter {
     ([$($on:meta)?] [$(#[$doc:meta])*] [$setter:ident] $kind:ty) => {
         $(#[$on])?
         $(#[$doc])*
-        #[must_use]
         pub fn $setter(mut self, value: $kind) -> Self {
             self.code.$setter = Some(value);
             self

@@ -124,21 +124,12 @@ impl Shared {
         command: &AdminCommand,
         state: AdminTaskState,
     ) -> bool {
-        let subject = &*command.subject();
-        let text = format!("{} {}: {}", command.name(), state.name(), state.outcome());
+        let (subject, command) = (&*command.subject(), command.name());
+        let (end, outcome) = (state.name(), state.outcome());
+        let text = format!("{command} {end}: {outcome}");
         self.events.add(self.clock.since_epoch(), "admin", subject, text);
-        let others_wait = self.admin_tasks.edit(id, |task| task.state = state.clone());
-        log!(
-            info,
-            target: "lowtide",
-            admin_task = id,
-            command = command.name(),
-            subject,
-            state = state.name(),
-            outcome = state.outcome(),
-            "admin task finished"
-        );
-        others_wait
+        log!(info, admin_task = id, command, subject, state = end, outcome, "admin task finished");
+        self.admin_tasks.edit(id, |task| task.state = state)
     }
 
     /// Returns the outcome; `None` if the task goes on.

@@ -62,6 +62,7 @@ const DETACHED_LIMIT: ByteSize = ByteSize::gib(1);
 /// that differ by profile are listed for low-memory, balanced and throughput, in this order; see
 /// [`Profile`].
 #[derive(Default)]
+#[must_use]
 pub struct Builder {
     pub(super) code: Settings,
     ignores_environment: bool,
@@ -80,7 +81,6 @@ impl Builder {
 
     /// Ignores the `LOWTIDE_*` variables of the environment, which otherwise override settings made
     /// in code. For tests and tools with fixed settings.
-    #[must_use]
     pub const fn without_environment(mut self) -> Self {
         self.ignores_environment = true;
         self
@@ -110,7 +110,6 @@ impl Builder {
     /// # drop(held);
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
-    #[must_use]
     pub fn detached(mut self) -> Self {
         (self.is_detached, self.ignores_environment) = (true, true);
         self.code.memory_limit.get_or_insert(Some(DETACHED_LIMIT));
@@ -119,7 +118,6 @@ impl Builder {
     }
 
     /// Sets the clock. Default: the machine's clock.
-    #[must_use]
     pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
         self.clock = Some(clock);
         self
@@ -142,7 +140,6 @@ impl Builder {
 
     /// Sets a hook that the worker calls after it published metrics, at most once in five seconds.
     /// An exporter's upkeep belongs here.
-    #[must_use]
     pub fn after_publish(mut self, hook: impl FnMut() + Send + 'static) -> Self {
         self.hook = Some(Box::new(hook));
         self
@@ -165,7 +162,6 @@ impl Builder {
     /// # Ok(())
     /// # }
     /// ```
-    #[must_use]
     pub fn after_tcache_flush_request(mut self, hook: impl FnMut() + Send + 'static) -> Self {
         self.recall_hook = Some(Box::new(hook));
         self
@@ -173,7 +169,6 @@ impl Builder {
 
     /// Replaces the signals of this process, for tests.
     #[doc(hidden)]
-    #[must_use]
     pub fn signals(mut self, signals: Signals) -> Self {
         self.signals = Some(signals);
         self
@@ -181,7 +176,6 @@ impl Builder {
 
     /// Sets the stack size of the threads, for tests.
     #[doc(hidden)]
-    #[must_use]
     pub fn stack(mut self, size: ByteSize) -> Self {
         self.stack = Some(size);
         self
@@ -341,7 +335,6 @@ impl Builder {
 impl Builder {
     /// Sets the device on which arenas allocate. [`DeviceChoice::CudaAll`] opens every visible one.
     /// Default: the best that works.
-    #[must_use]
     pub fn device(mut self, value: DeviceChoice) -> Self {
         self.code.devices = Some(vec![value]);
         self
@@ -363,7 +356,6 @@ impl Builder {
     /// # }
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
-    #[must_use]
     pub fn driver(self, driver: Arc<dyn Driver>) -> Self {
         self.drivers([driver])
     }
@@ -392,7 +384,6 @@ impl Builder {
     /// # drop((arena, permit));
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
-    #[must_use]
     pub fn drivers(mut self, drivers: impl IntoIterator<Item = Arc<dyn Driver>>) -> Self {
         self.drivers = drivers.into_iter().collect();
         self
@@ -414,7 +405,6 @@ impl Builder {
     /// let arena = memory.devices().on(DeviceSelector::Ordinal(1)).open_arena("embedder")?;
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
-    #[must_use]
     pub fn devices(mut self, devices: impl IntoIterator<Item = DeviceChoice>) -> Self {
         let mut devices: Vec<_> = devices.into_iter().collect();
         if devices.is_empty() {
@@ -440,7 +430,6 @@ const JOBS_MAX: usize = 1024;
 
 impl Memory {
     /// Returns a builder with default settings.
-    #[must_use]
     pub fn builder() -> Builder {
         Builder::default()
     }
@@ -758,7 +747,6 @@ fn report(memory: &Memory, background_threads: u32) {
     let device = None::<&str>;
     log!(
         info,
-        target: "lowtide",
         profile = %config.profile.value,
         limit,
         bounds,
@@ -778,10 +766,10 @@ fn report_last_exit(last: &LastExit) {
     let LastExit { summary, pid, version, .. } = last;
     let cause = last.cause.name();
     if last.cause.is_orderly() {
-        log!(info, target: "lowtide", cause, pid, version, summary, "previous run ended normally");
+        log!(info, cause, pid, version, summary, "previous run ended normally");
         return;
     }
-    log!(warn, target: "lowtide", cause, pid, version, summary, "previous run ended abnormally");
+    log!(warn, cause, pid, version, summary, "previous run ended abnormally");
 }
 
 lowtide_core::debug_as!(Builder, |it| code: it.code, ignores_environment: it.ignores_environment);

@@ -188,11 +188,11 @@ impl Watch {
         if snapshot.limit() != was.limit() && self.limits.take(snapshot.now).is_ok() {
             let (limit, was) = (shown(snapshot.limit()), shown(was.limit()));
             let source = snapshot.signal.limit.source.name();
-            log!(info, target: "lowtide", limit, was, source, "memory limit changed");
+            log!(info, limit, was, source, "memory limit changed");
         }
         if snapshot.cgroup != was.cgroup {
             let (cgroup, was) = (snapshot.cgroup.as_deref(), was.cgroup.as_deref());
-            log!(info, target: "lowtide", ?cgroup, ?was, "memory cgroup changed");
+            log!(info, ?cgroup, ?was, "memory cgroup changed");
         }
         // A count that cannot be read for a while is not logged again. A smaller one is of another
         // cgroup.
@@ -201,12 +201,12 @@ impl Watch {
         let killed = kills.saturating_sub(std::mem::replace(&mut self.kills_logged, kills));
         if killed > 0 {
             let (limit, physical) = (snapshot.limit(), snapshot.physical);
-            log!(warn, target: "lowtide", killed, %limit, %physical, "processes OOM-killed");
+            log!(warn, killed, %limit, %physical, "processes OOM-killed");
         }
         let observed = &snapshot.admission.observed;
         if *observed != was.admission.observed && self.lines.take(snapshot.now).is_ok() {
             let reasons = by_reason(observed);
-            log!(info, target: "lowtide", reasons, "requests admitted in observe mode");
+            log!(info, reasons, "requests admitted in observe mode");
         }
         self.log_rejections(now.new_rejections(&before), snapshot);
     }
@@ -222,7 +222,6 @@ impl Watch {
         let (required, reserved) = (snapshot.required(), snapshot.host.reserved);
         log!(
             info,
-            target: "lowtide",
             level,
             was,
             highest,
@@ -245,7 +244,6 @@ impl Watch {
             let (host, held) = (&snapshot.host, snapshot.admission.held());
             log!(
                 warn,
-                target: "lowtide",
                 reasons = by_reason(&new),
                 level = host.level.name(),
                 %physical,
@@ -268,7 +266,7 @@ impl Watch {
             let (reasons, lasted) = (by_reason(&episode.counts), episode.last - episode.began);
             self.episode = None;
             let lasted_seconds = lasted.as_secs();
-            log!(info, target: "lowtide", rejected, reasons, lasted_seconds, "rejections ended");
+            log!(info, rejected, reasons, lasted_seconds, "rejections ended");
         }
     }
 }

@@ -92,7 +92,6 @@ impl Shared {
         self.state.post(Job::Purge { trigger: Trigger::Manual });
         log!(
             info,
-            target: "lowtide",
             admin_task = id,
             limit = %fit.limit,
             was = describe_limit(limit),
@@ -217,15 +216,7 @@ impl Shared {
         }
         let text = format!("fit ended ({reason}): the limit is {now}");
         self.events.add(self.clock.since_epoch(), "admin", &limit.to_string(), text);
-        log!(
-            info,
-            target: "lowtide",
-            admin_task = running.id,
-            limit = %limit,
-            now,
-            reason,
-            "fit ended"
-        );
+        log!(info, admin_task = running.id, %limit, now, reason, "fit ended");
         Some(limit)
     }
 

@@ -280,7 +280,7 @@ impl OwnArena {
         let HostArenaStats { active, .. } = arena.stats().ok()?;
         if !active.is_zero() {
             let name = &self.name;
-            log!(debug, target: "lowtide", name, %active, "heap arena not empty after unload");
+            log!(debug, name, %active, "heap arena not empty after unload");
         }
         // Dropped, and so purged and kept for the next load of any resource.
         Some(before.saturating_sub(active))

@@ -174,10 +174,10 @@ impl Drop for RunningMemory {
         self.claim.release();
         let requests_held = self.admission.stats().held();
         if was_running && requests_held > 0 {
-            log!(warn, target: "lowtide", requests_held, "memory manager dropped without shutdown");
+            log!(warn, requests_held, "memory manager dropped without shutdown");
         } else if was_running {
             // Perhaps by an error that ends `main`, which is logged after this.
-            log!(debug, target: "lowtide", "memory manager dropped without shutdown");
+            log!(debug, "memory manager dropped without shutdown");
         }
     }
 }

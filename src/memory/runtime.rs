@@ -97,7 +97,7 @@ impl Memory {
         let mut report = self.shutdown(Duration::from_secs(5)).await;
         let cut = if served.is_none() { std::mem::take(&mut report.requests) } else { 0 };
         if cut > 0 {
-            log!(warn, target: "lowtide", requests = cut, ?grace, "requests cut at the shutdown");
+            log!(warn, requests = cut, ?grace, "requests cut at the shutdown");
         }
         served.transpose().map_err(Into::into)?;
         Ok(report.into_result()?)

@@ -148,9 +148,9 @@ impl Shared {
             );
             let Diagnostic { about, is_problem, text } = diagnostic;
             if is_problem {
-                log!(warn, target: "lowtide", about, "{text}");
+                log!(warn, about, "{text}");
             } else {
-                log!(info, target: "lowtide", about, "{text}");
+                log!(info, about, "{text}");
             }
         }
     }
@@ -178,18 +178,12 @@ impl Shared {
         let took = self.clock.now() - start;
         self.purges.by_trigger[trigger as usize].fetch_add(1, Ordering::Relaxed);
         let purged = Purged { heap, device, took };
-        if !purged.released().is_zero() {
-            let (at, released) = (self.clock.since_epoch(), purged.released().get());
-            self.events.add_event(at, "purge", trigger.name(), released, String::new());
+        let (trigger, released) = (trigger.name(), purged.released());
+        if !released.is_zero() {
+            let at = self.clock.since_epoch();
+            self.events.add_event(at, "purge", trigger, released.get(), String::new());
         }
-        log!(
-            debug,
-            target: "lowtide",
-            trigger = trigger.name(),
-            released = %purged.released(),
-            took = %short(took),
-            "memory purged"
-        );
+        log!(debug, trigger, %released, took = %short(took), "memory purged");
         purged
     }
 
@@ -295,7 +289,6 @@ impl Shared {
                     .map(|kind| breakdown.total(kind));
             log!(
                 error,
-                target: "lowtide",
                 policy = self.config.exhaustion_policy.value.name(),
                 %physical,
                 %ceiling,
@@ -308,7 +301,7 @@ impl Shared {
                 "memory exhausted"
             );
         } else {
-            log!(info, target: "lowtide", %physical, %ceiling, "memory exhaustion ended");
+            log!(info, %physical, %ceiling, "memory exhaustion ended");
         }
     }
 
@@ -318,7 +311,7 @@ impl Shared {
         let policy = self.config.exhaustion_policy.value.name();
         let text = format!("memory exhausted: restart needed ({policy})");
         self.events.add(self.clock.since_epoch(), "level", "process", text);
-        log!(error, target: "lowtide", policy, "restart needed");
+        log!(error, policy, "restart needed");
         #[cfg(feature = "tokio")]
         if self.ends_exhausted() {
             self.ending.begin();

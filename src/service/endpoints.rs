@@ -77,6 +77,7 @@ pub fn healthcheck(at: SocketAddr) -> io::Result<()> {
 /// assert!(endpoints.answer("/elsewhere").is_none()); // left to the application
 /// # Ok::<(), lowtide::memory::StartError>(())
 /// ```
+#[must_use]
 pub struct Endpoints {
     memory: Option<Memory>,
     metrics: Option<Box<dyn Fn() -> String + Send + Sync>>,
@@ -107,7 +108,6 @@ impl Endpoints {
     ];
 
     /// Creates the endpoints of this memory. With `None` they report that memory is not managed.
-    #[must_use]
     pub fn new(memory: Option<Memory>) -> Self {
         Self {
             memory,
@@ -150,7 +150,6 @@ impl Endpoints {
     /// assert_eq!(answer.status(), StatusCode::ACCEPTED);
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
-    #[must_use]
     pub fn with_local_admin(self) -> Self {
         self.with_admin(None)
     }
@@ -201,7 +200,6 @@ impl Endpoints {
     /// }
     /// # Ok::<(), http::Error>(())
     /// ```
-    #[must_use]
     pub fn with_hosts(mut self, hosts: impl IntoIterator<Item: Into<String>>) -> Self {
         self.hosts.extend(hosts.into_iter().map(Into::into));
         self

@@ -100,6 +100,7 @@ impl Estimate for (Cost, Priority) {
 /// assert_eq!(of(http::Request::get("/")), ByteSize::kib(64));
 /// ```
 #[derive(Clone, Copy, Debug)]
+#[must_use]
 pub struct ContentLength {
     unknown: ByteSize,
     factor: f64,
@@ -116,7 +117,6 @@ impl Default for ContentLength {
 
 impl ContentLength {
     /// Creates an estimator by the body's length, with this amount if it is not declared.
-    #[must_use]
     pub const fn new(unknown: ByteSize) -> Self {
         Self { unknown, factor: 1.0, least: ByteSize::ZERO, priority: Priority::Normal }
     }
@@ -125,7 +125,6 @@ impl ContentLength {
     ///
     /// # Panics
     /// Panics if the factor is negative or not a number.
-    #[must_use]
     pub fn factor(mut self, factor: f64) -> Self {
         assert!(factor >= 0.0, "factor {factor}: expected 0 or more");
         self.factor = factor;
@@ -133,14 +132,12 @@ impl ContentLength {
     }
 
     /// Sets the minimum estimate, which is also the estimate of a request without a body.
-    #[must_use]
     pub const fn least(mut self, least: ByteSize) -> Self {
         self.least = least;
         self
     }
 
     /// Sets the priority.
-    #[must_use]
     pub const fn priority(mut self, priority: Priority) -> Self {
         self.priority = priority;
         self

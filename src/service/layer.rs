@@ -87,6 +87,7 @@ type Exempt = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
 ///
 /// If several layers of one admission stand around a handler, the outermost admits the request. The
 /// others only pass it on, and the first such request logs a warning.
+#[must_use]
 pub struct MemoryLayer<E> {
     settings: Arc<LayerSettings>,
     _estimate: PhantomData<Arc<E>>,
@@ -166,7 +167,6 @@ impl<E: Estimate> MemoryLayer<E> {
     }
 
     /// Replaces the estimate.
-    #[must_use]
     pub fn with_estimate<F: Estimate>(self, estimate: F) -> MemoryLayer<F> {
         let mut settings = self.settings;
         Arc::make_mut(&mut settings).estimate = Arc::new(estimate);
@@ -211,7 +211,6 @@ impl<E: Estimate> MemoryLayer<E> {
     /// ([`with_max_wait`](Self::with_max_wait)): report such memory with [`RequestPermit::hold`],
     /// so that it stays reserved. Without this setting an estimate is a hint, which the layer uses
     /// until it has measured eight requests of the route.
-    #[must_use]
     pub fn without_slow_start(mut self) -> Self {
         let settings = self.settings();
         settings.starts_slowly = false;
@@ -240,7 +239,6 @@ impl<E: Estimate> MemoryLayer<E> {
     ///
     /// # Panics
     /// Panics if the multiple is below 1 or not a number.
-    #[must_use]
     pub fn with_request_cap(mut self, multiple: f64) -> Self {
         assert!(multiple >= 1.0, "request cap of {multiple}: expected 1 or more");
         self.settings().request_cap = multiple;
@@ -276,7 +274,6 @@ impl<E: Estimate> MemoryLayer<E> {
     ///
     /// Use zero for a service that this process calls while it serves another request. The caller
     /// would keep its reservation, and its connection, while the call waits.
-    #[must_use]
     pub fn with_max_wait(mut self, max_wait: Duration) -> Self {
         self.settings().max_wait = max_wait;
         self
@@ -304,7 +301,6 @@ impl<E: Estimate> MemoryLayer<E> {
     /// The control loop checks requests every 100 ms, those with the largest reservations if more
     /// than 4,096 wait. Exempt requests have no limit, and none has one without a running
     /// [`Memory`].
-    #[must_use]
     pub fn with_min_data_rate(mut self, bytes_per_second: ByteSize, grace: Duration) -> Self {
         self.settings().min_data_rate = Some(MinDataRate { bytes_per_second, grace });
         self
@@ -318,7 +314,6 @@ impl<E: Estimate> MemoryLayer<E> {
     /// answered, the response ends with an error ([`Rejected::HeldTooLong`]). Requests are checked,
     /// and connections closed, as for [`with_min_data_rate`](Self::with_min_data_rate); what cannot
     /// be interrupted is listed at [`RequestPermit::cancelled`].
-    #[must_use]
     pub fn with_max_hold(mut self, max_hold: Duration) -> Self {
         self.settings().max_hold = Some(max_hold);
         self
@@ -352,7 +347,6 @@ impl<E: Estimate> MemoryLayer<E> {
     /// Otherwise a response costs less than 200 ns, measured on one thread, and allocates nothing
     /// unless its headers have to grow. Configure the load balancer to remove the report: it shows
     /// clients how full this instance is.
-    #[must_use]
     pub fn with_load_reports(mut self) -> Self {
         let settings = self.settings();
         let (admission, clock) = (settings.admission.clone(), Arc::clone(&settings.clock));
@@ -401,7 +395,6 @@ impl<E: Estimate> MemoryLayer<E> {
     /// Replaces the machine's clock, for tests. Call it before
     /// [`with_load_reports`](Self::with_load_reports), which copies the clock.
     #[doc(hidden)]
-    #[must_use]
     pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
         self.settings().clock = clock;
         self
@@ -470,7 +463,6 @@ impl<E: Estimate> MemoryLayer<E> {
     /// let _layer = MemoryLayer::new(admission, ContentLength::new(ByteSize::mib(1)))
     ///     .exempt_paths(Endpoints::PATHS);
     /// ```
-    #[must_use]
     pub fn exempt_paths<P: Into<String>>(mut self, paths: impl IntoIterator<Item = P>) -> Self {
         self.settings().exempt_paths.add(paths);
         self
@@ -482,7 +474,6 @@ impl<E: Estimate> MemoryLayer<E> {
     ///
     /// # Panics
     /// Panics if the secret is shorter than 16 bytes.
-    #[must_use]
     pub fn exempt_header(self, name: HeaderName, secret: &HeaderValue) -> Self {
         let length = secret.len();
         assert!(length >= SECRET_MIN, "secret of {length} bytes: expected {SECRET_MIN} or more");
@@ -510,7 +501,6 @@ impl Memory {
     /// [`ContentLength`]; [`MemoryLayer::with_estimate`] changes that. Requests wait for room for
     /// as long as configured ([`Builder::max_wait`](crate::memory::Builder::max_wait)). It keeps
     /// this `Memory` running.
-    #[must_use]
     pub fn layer(&self) -> MemoryLayer<ContentLength> {
         MemoryLayer::new(self.admission().clone(), ContentLength::default())
             .with_max_wait(self.config().max_wait.value)
@@ -636,7 +626,7 @@ impl<E: Estimate> MemoryLayer<E> {
         let has_admitted = permit.is_admitted_by(&self.settings.admission);
         if has_admitted && !WARNED.swap(true, Ordering::Relaxed) {
             let path = head.uri.path();
-            log!(warn, target: "lowtide", path, "memory layer inside another one is ignored");
+            log!(warn, path, "memory layer inside another one is ignored");
         }
         has_admitted
     }
@@ -704,7 +694,7 @@ impl<E: Estimate> MemoryLayer<E> {
     fn reject(&self, head: &Parts, rejected: Rejected) -> Response<String> {
         let rejected = self.settings.admission.state().reject(rejected);
         let path = head.uri.path();
-        log!(debug, target: "lowtide", %rejected, path, "request rejected");
+        log!(debug, %rejected, path, "request rejected");
         (self.settings.reject)(&rejected, head)
     }
 }
@@ -814,10 +804,10 @@ impl LayerSettings {
     fn report(&self, permit: &RequestPermit, rejected: &Rejected) {
         let route = permit.route();
         let Rejected::Outgrown { held, claim, most, .. } = rejected else {
-            log!(debug, target: "lowtide", %rejected, path = route, "request rejected");
+            log!(debug, %rejected, path = route, "request rejected");
             return;
         };
-        log!(warn, target: "lowtide", route, %held, %claim, %most, "request cancelled");
+        log!(warn, route, %held, %claim, %most, "request cancelled");
         let text = format!("{rejected}; claim {claim}");
         add_request_event(&self.admission, self.clock.since_epoch(), &route, text);
     }

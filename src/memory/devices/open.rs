@@ -414,14 +414,8 @@ impl MemoryDevices<'_> {
             begin_draining(&old);
         }
         shared.sweep();
-        log!(
-            info,
-            target: "lowtide",
-            slot = %slot,
-            draining = report.draining.map(tracing::field::display),
-            conflicts = report.conflicts.len(),
-            "arena replaced"
-        );
+        let draining = report.draining.map(tracing::field::display);
+        log!(info, %slot, draining, conflicts = report.conflicts.len(), "arena replaced");
         Ok(report)
     }
 
@@ -479,7 +473,7 @@ impl Shared {
             // An error stays with the arena: memory that it could not release goes with the driver.
             let _ = self.purged(&drained.arena);
             self.devices.gone.add(&drained.device.name, drained.arena.snapshot());
-            log!(debug, target: "lowtide", arena = drained.arena.name(), "replaced arena drained");
+            log!(debug, arena = drained.arena.name(), "replaced arena drained");
         }
         for closed in self.devices.arenas.take_closed() {
             self.devices.gone.add(&closed.device.name, closed.arena.snapshot());

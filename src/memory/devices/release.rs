@@ -238,21 +238,11 @@ impl Shared {
             let released = self.give_idle_back(device, wanted);
             lock(&device.watch).released_total += released.get();
         }
-        let name = &device.name;
-        match (was_short, is_short) {
-            (false, true) => log!(
-                info,
-                target: "lowtide",
-                device = %name,
-                %free,
-                watermark = %low,
-                %idle,
-                "device memory low"
-            ),
-            (true, false) => {
-                log!(info, target: "lowtide", device = %name, %free, "device memory recovered");
-            }
-            _ => {}
+        let device = &device.name;
+        if is_short && !was_short {
+            log!(info, %device, %free, watermark = %low, %idle, "device memory low");
+        } else if was_short && !is_short {
+            log!(info, %device, %free, "device memory recovered");
         }
     }
 

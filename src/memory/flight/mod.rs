@@ -117,7 +117,7 @@ impl Flight {
     /// Records that the service was asked to end.
     pub(super) fn set_ending(&self) {
         if !self.is_ending.swap(true, Ordering::Relaxed) {
-            log!(info, target: "lowtide", "not ready any more: the service is to end");
+            log!(info, "not ready any more: the service is to end");
         }
     }
 

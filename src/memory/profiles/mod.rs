@@ -147,7 +147,7 @@ fn compare(profiles: &Profiles, suspects: &mut Suspects, clock: &dyn Clock) {
                 *lock(&profiles.suspects) = Some(found);
             }
         }
-        Err(error) => log!(debug, target: "lowtide", %error, "heap profile not compared"),
+        Err(error) => log!(debug, %error, "heap profile not compared"),
     }
 }
 
@@ -170,7 +170,6 @@ impl ProfileWriter<'_> {
                 self.has_failed = false;
                 log!(
                     info,
-                    target: "lowtide",
                     path = %path.display(),
                     cause,
                     %required,
@@ -181,7 +180,7 @@ impl ProfileWriter<'_> {
             }
             Err(error) if !std::mem::replace(&mut self.has_failed, true) => {
                 let folder = self.path.display();
-                log!(warn, target: "lowtide", %folder, cause, %error, "heap profile not written");
+                log!(warn, %folder, cause, %error, "heap profile not written");
             }
             Err(_) => {}
         }

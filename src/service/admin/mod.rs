@@ -23,6 +23,7 @@ use http::header::ALLOW;
 use http::header::{CONTENT_DISPOSITION, CONTENT_TYPE};
 use http::{HeaderValue, Method, Request, Response, StatusCode};
 use serde_json::json;
+use tracing::field::{DisplayValue, display};
 
 use crate::clock::Clock;
 use crate::heap::{Profiler, profiler};
@@ -111,15 +112,8 @@ impl Admin {
         let command = read(request.uri().query(), name)?;
         let subject = command.subject().into_owned();
         let admin_task = memory.admin().run(command).map_err(|error| not_asked(&error))?;
-        log!(
-            info,
-            target: "lowtide",
-            command = name,
-            subject,
-            admin_task,
-            peer = peer(request).map(tracing::field::display),
-            "admin task requested"
-        );
+        let peer = peer(request);
+        log!(info, command = name, subject, admin_task, peer, "admin task requested");
         let told = json!({ "admin_task": admin_task, "command": name, "subject": subject });
         Ok(answer(StatusCode::ACCEPTED, JSON, pretty(&told)))
     }
@@ -135,14 +129,14 @@ impl Admin {
             std::mem::take(&mut buckets.unlogged)
         };
         let (path, reason) = (request.uri().path(), denial.reason);
-        let peer = peer(request).map(tracing::field::display);
-        log!(warn, target: "lowtide", path, reason, peer, unlogged, "admin request rejected");
+        let peer = peer(request);
+        log!(warn, path, reason, peer, unlogged, "admin request rejected");
         denial.answer()
     }
 }
 
-fn peer<B>(request: &Request<B>) -> Option<SocketAddr> {
-    request.extensions().get::<Peer>().map(|peer| peer.0)
+fn peer<B>(request: &Request<B>) -> Option<DisplayValue<SocketAddr>> {
+    request.extensions().get::<Peer>().map(|peer| display(peer.0))
 }
 
 /// Returns the denial of a request above a rate limit.
@@ -282,9 +276,9 @@ impl Admin {
     #[cfg(feature = "profiling")]
     fn take_profile<B>(&self, request: &Request<B>) -> Result<Response<Vec<u8>>, Denial> {
         let start = self.clock.now();
+        let peer = peer(request);
         let profile = crate::heap::take_profile().map_err(|error| {
-            let peer = peer(request).map(tracing::field::display);
-            log!(warn, target: "lowtide", peer, %error, "heap profile not sent");
+            log!(warn, peer, %error, "heap profile not sent");
             let status = match error {
                 crate::heap::HostError::ProfileBusy => StatusCode::SERVICE_UNAVAILABLE,
                 _ => StatusCode::INTERNAL_SERVER_ERROR,
@@ -293,16 +287,9 @@ impl Admin {
         })?;
         let stacks = profile.stacks.len();
         let body = profile.to_pprof(self.clock.since_epoch());
-        let took = self.clock.now() - start;
-        log!(
-            info,
-            target: "lowtide",
-            peer = peer(request).map(tracing::field::display),
-            stacks,
-            size = %crate::ByteSize::of(body.len()),
-            took = %crate::clock::short(took),
-            "heap profile sent"
-        );
+        let size = crate::ByteSize::of(body.len());
+        let took = crate::clock::short(self.clock.now() - start);
+        log!(info, peer, stacks, %size, %took, "heap profile sent");
         let mut answer = Response::new(body);
         for (name, value) in [
             (CONTENT_TYPE, "application/octet-stream"),

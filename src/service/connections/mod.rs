@@ -102,6 +102,7 @@ const TEND_EVERY: Duration = Duration::from_millis(100);
 /// drop(connection); // leaves its place
 /// ```
 #[derive(Clone, Debug)]
+#[must_use]
 pub struct Connections {
     admission: Admission,
     most: usize,
@@ -270,7 +271,6 @@ impl Connections {
     /// Creates the connections of a server, `most` at once, or one if that is 0. Takes the ceiling,
     /// the level and the requests that wait from `admission`; one without a limit bounds only the
     /// number. Keeps the [`Memory`](crate::Memory) of the admission running.
-    #[must_use]
     pub fn new(admission: &Admission, most: usize) -> Self {
         Self {
             admission: admission.clone(),
@@ -285,7 +285,6 @@ impl Connections {
     /// Sets the memory that one connection may hold in its buffers. The default is 64 KiB, that of
     /// HTTP/1 over hyper with `max_buf_size(32 << 10)`. Over HTTP/2 it is the initial connection
     /// window and a frame.
-    #[must_use]
     pub fn with_estimate(mut self, estimate: ByteSize) -> Self {
         self.estimate = estimate;
         self
@@ -294,7 +293,6 @@ impl Connections {
     /// Sets the time without progress for which no connection is closed. The default is 1 s. Choose
     /// at least a few round trips of slow clients. A response that takes longer to begin may lose
     /// its connection, but only when all places are taken, most of them by such requests.
-    #[must_use]
     pub fn with_grace(mut self, grace: Duration) -> Self {
         self.grace = grace;
         self
@@ -302,7 +300,6 @@ impl Connections {
 
     /// Replaces the machine's clock, for tests.
     #[doc(hidden)]
-    #[must_use]
     pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
         self.clock = clock;
         self

@@ -214,7 +214,7 @@ impl axum::serve::Listener for ConnectionListener {
                     return (stream, from);
                 }
                 Err(error) => {
-                    log!(warn, target: "lowtide", %error, "connection not accepted");
+                    log!(warn, %error, "connection not accepted");
                     sleep(ACCEPT_PAUSE).await;
                 }
             }

@@ -436,7 +436,7 @@ impl RequestPermit {
         }
         if self.end(|| state.reject(rejected.clone())) {
             let route = &terms.origin.route;
-            log!(debug, target: "lowtide", %rejected, %route, "response ended at a time limit");
+            log!(debug, %rejected, %route, "response ended at a time limit");
             limits.cut();
         }
     }
