@@ -13,7 +13,6 @@
 
 use std::time::Duration;
 
-use crate::bytes::ByteSize;
 use lowtide_heap as heap;
 
 lowtide_core::named_enum! {
@@ -56,20 +55,6 @@ impl Profile {
         }
     }
 
-    /// The growth of retained heap memory that triggers a purge. The amounts are estimates. The
-    /// growth must last for twice the decay time, in which dirty pages are purged without it.
-    pub(super) const fn purge_growth(self) -> Option<(ByteSize, f64)> {
-        match self {
-            Self::LowMemory => Some((ByteSize::mib(16), 0.05)),
-            Self::Balanced => Some((ByteSize::mib(64), 0.10)),
-            Self::Throughput => None,
-        }
-    }
-}
-
-lowtide_core::by_name!(Profile, "low-memory, balanced or throughput");
-
-impl Profile {
     /// Returns the settings to apply to each ONNX Runtime session in this process, each with its
     /// value as text. All other settings keep ONNX Runtime's defaults. `cpus` is the CPU quota in
     /// whole CPUs ([`Cpus::whole`](crate::admission::Cpus::whole)); 0 counts as 1.
@@ -146,9 +131,12 @@ impl Profile {
     }
 }
 
+lowtide_core::by_name!(Profile, "low-memory, balanced or throughput");
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bytes::ByteSize;
     use crate::config::{Config, Settings};
     use crate::decay::DecayTime;
 

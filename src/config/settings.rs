@@ -388,9 +388,15 @@ impl Config {
     pub const MAX_WAIT: Duration = Duration::from_secs(2);
 
     /// Returns the growth of retained heap memory that triggers a purge, from the profile. `None`
-    /// for never, which also holds if `purge_interval` is `None`.
+    /// for never, which also holds if `purge_interval` is `None`. The amounts are estimates. The
+    /// growth must last for twice the decay time, in which dirty pages are purged without it.
     pub(crate) fn purge_growth(&self) -> Option<(ByteSize, f64)> {
-        self.profile.value.purge_growth().filter(|_| self.purge_interval.value.is_some())
+        self.purge_interval.value?;
+        match self.profile.value {
+            Profile::LowMemory => Some((ByteSize::mib(16), 0.05)),
+            Profile::Balanced => Some((ByteSize::mib(64), 0.10)),
+            Profile::Throughput => None,
+        }
     }
 }
 

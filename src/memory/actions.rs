@@ -23,7 +23,7 @@ use super::builder::is_usual;
 #[cfg(feature = "device")]
 use super::devices::Series;
 use super::error::Diagnostic;
-use super::events::{Publication, Watch};
+use super::events::Watch;
 use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
 use super::trend::RecentPeak;
@@ -165,12 +165,10 @@ impl MaintenanceExecutor {
             self.hook_at = now + HOOK_EVERY;
         }
         #[cfg(feature = "device")]
-        self.shared.maintain_devices(now);
+        self.shared.maintain_devices();
         let start = self.shared.clock.now();
-        let entered = Level::ALL.map(|level| self.shared.state.entered_total(level));
-        let published = Arc::new(Publication { snapshot: self.shared.snapshot(), entered });
-        let snapshot = &published.snapshot;
-        self.watch.see(&published, &self.shared.events);
+        let snapshot = &Arc::new(self.shared.snapshot());
+        self.watch.see(snapshot, &self.shared.events);
         snapshot.reclaimers.iter().for_each(|reclaimer| self.note_panic(reclaimer));
         self.shared.history.add(snapshot.history_sample());
         self.shared.flight.publish(snapshot);

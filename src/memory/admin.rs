@@ -82,13 +82,9 @@ pub enum AdminCommand {
 }
 
 impl AdminCommand {
-    /// The names of all commands of this build: without the feature `device`, `purge`, `unload`,
-    /// `fit` and `admission`. Commands on an arena find none then.
-    pub const NAMES: &[&str] = if cfg!(feature = "device") {
-        &["purge", "trim", "sleep", "wake", "unload", "fit", "admission"]
-    } else {
-        &["purge", "unload", "fit", "admission"]
-    };
+    /// The names of all commands. In a build without the feature `device`, those on an arena find
+    /// none.
+    pub const NAMES: [&str; 7] = ["purge", "trim", "sleep", "wake", "unload", "fit", "admission"];
 
     /// The usual time for a fit: 30 s, an estimate of the longest time of most requests.
     pub const FIT_WITHIN: Duration = Duration::from_secs(30);
@@ -194,21 +190,9 @@ impl AdminTaskState {
     }
 }
 
-/// The list of tasks.
+/// The tasks kept, oldest first.
 #[derive(Debug, Default)]
-pub(super) struct AdminTasks(Mutex<TaskList>);
-
-#[derive(Debug, Default)]
-struct TaskList {
-    given: u64,
-    kept: VecDeque<AdminTask>,
-}
-
-impl TaskList {
-    fn task(&mut self, id: u64) -> Option<&mut AdminTask> {
-        self.kept.iter_mut().find(|admin_task| admin_task.id == id)
-    }
-}
+pub(super) struct AdminTasks(Mutex<VecDeque<AdminTask>>);
 
 impl AdminTasks {
     pub(super) fn add(
@@ -217,30 +201,29 @@ impl AdminTasks {
         asked_at: Duration,
     ) -> Result<u64, MemoryError> {
         let mut list = lock(&self.0);
-        let waiting = list.kept.iter().filter(|task| task.waits()).count();
+        let waiting = list.iter().filter(|task| task.waits()).count();
         if waiting >= WAITING_MAX {
             return Err(MemoryError::TooManyTasks { waiting, max: WAITING_MAX });
         }
-        if list.kept.len() == KEPT_MAX {
+        if list.len() == KEPT_MAX {
             // The oldest that has ended. One has: fewer than half of the tasks kept wait, and two
             // run at most, one of them a fit.
             let ended = |of: &AdminTask| {
                 !matches!(of.state, AdminTaskState::Waiting | AdminTaskState::Running)
             };
-            let at = list.kept.iter().position(ended).unwrap_or(0);
-            list.kept.remove(at);
+            let at = list.iter().position(ended).unwrap_or(0);
+            list.remove(at);
         }
-        list.given += 1;
-        let id = list.given;
+        let id = list.back().map_or(0, |last| last.id) + 1;
         let (state, progress) = (AdminTaskState::Waiting, String::new());
-        list.kept.push_back(AdminTask { id, command, asked_at, state, progress });
+        list.push_back(AdminTask { id, command, asked_at, state, progress });
         Ok(id)
     }
 
     /// Starts the oldest waiting task.
     pub(super) fn begin(&self) -> Option<(u64, AdminCommand)> {
         let mut list = lock(&self.0);
-        let admin_task = list.kept.iter_mut().find(|task| task.waits())?;
+        let admin_task = list.iter_mut().find(|task| task.waits())?;
         admin_task.state = AdminTaskState::Running;
         Some((admin_task.id, admin_task.command.clone()))
     }
@@ -249,27 +232,25 @@ impl AdminTasks {
     /// started, otherwise fails it.
     pub(super) fn keep_if_begun(&self, id: u64) -> Result<u64, MemoryError> {
         let mut list = lock(&self.0);
-        match list.task(id) {
-            Some(task) if task.waits() => {
-                task.state = AdminTaskState::Failed(MemoryError::Ended.to_string());
-                Err(MemoryError::Ended)
-            }
-            _ => Ok(id),
+        if let Some(task) = list.iter_mut().find(|task| task.id == id && task.waits()) {
+            task.state = AdminTaskState::Failed(MemoryError::Ended.to_string());
+            return Err(MemoryError::Ended);
         }
+        Ok(id)
     }
 
     /// Changes a task that was started, if it is kept. Returns `true` if others wait.
     pub(super) fn edit(&self, id: u64, change: impl FnOnce(&mut AdminTask)) -> bool {
         let mut list = lock(&self.0);
-        if let Some(task) = list.task(id) {
+        if let Some(task) = list.iter_mut().find(|task| task.id == id) {
             change(task);
         }
-        list.kept.iter().any(AdminTask::waits)
+        list.iter().any(AdminTask::waits)
     }
 
     /// Returns the tasks kept, oldest first.
     pub(super) fn all(&self) -> Vec<AdminTask> {
-        lock(&self.0).kept.iter().cloned().collect()
+        lock(&self.0).iter().cloned().collect()
     }
 }
 
@@ -292,7 +273,7 @@ mod tests {
         assert_eq!(admin_tasks.keep_if_begun(running), Ok(running));
         assert_eq!(admin_tasks.keep_if_begun(3), Err(MemoryError::Ended));
         let states: Vec<_> =
-            lock(&admin_tasks.0).kept.iter().map(|admin_task| admin_task.state.name()).collect();
+            lock(&admin_tasks.0).iter().map(|admin_task| admin_task.state.name()).collect();
         assert_eq!(states, ["done", "running", "failed"]);
         assert!(admin_tasks.begin().is_none(), "nobody does what its asker was told is not done");
     }
@@ -312,7 +293,7 @@ mod tests {
                 admin_tasks.edit(id, |task| task.state = AdminTaskState::Done(String::new()));
             assert!(others_wait, "seven wait");
             admin_tasks.add(AdminCommand::Purge, Duration::ZERO).expect("room for one more");
-            assert!(lock(&admin_tasks.0).kept.len() <= KEPT_MAX);
+            assert!(lock(&admin_tasks.0).len() <= KEPT_MAX);
         }
     }
 }

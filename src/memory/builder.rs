@@ -39,9 +39,7 @@ use super::heap::{SettledHeap, bound_arenas, on_thread_start, settle_heap};
 use super::manager::{Memory, WeakMemory};
 use super::own_arena::Loads;
 use super::profiles::{self, Captures};
-use super::running::{
-    FLIGHT, ProcessClaim, RunningMemory, Started, THREADS, ThreadEndGuard, Threads,
-};
+use super::running::{FLIGHT, ProcessClaim, RunningMemory, Started, THREADS, ThreadEndGuard};
 use super::sensor::{MemorySensor, SensorState};
 use super::shared::{Purges, Shared};
 use super::slow_value::SlowValue;
@@ -316,7 +314,7 @@ impl Builder {
             fit: FitInForce::default(),
             loads: Loads::default(),
             #[cfg(feature = "tokio")]
-            ending: super::running::ExitSignal::default(),
+            ending: tokio::sync::watch::Sender::default(),
         });
         let _ = joined.set(Arc::clone(&shared));
         prepare_admission(&shared, self.is_detached);
@@ -538,14 +536,11 @@ fn prepare_admission(shared: &Arc<Shared>, is_detached: bool) {
 fn running(shared: &Shared) -> RunningMemory {
     let mut other_bells = vec![Arc::clone(&shared.flight.bell)];
     other_bells.extend(shared.profiles.iter().map(|profiles| Arc::clone(&profiles.bell)));
-    let threads = Threads {
+    RunningMemory {
         stop: Arc::default(),
         bell: Bell::new(),
         other_bells,
         started: Mutex::new(Vec::with_capacity(THREADS + 2)),
-    };
-    RunningMemory {
-        threads,
         claim: Arc::clone(&shared.claim),
         admission: shared.admission.clone(),
         events: Arc::clone(&shared.events),
@@ -559,15 +554,14 @@ fn running(shared: &Shared) -> RunningMemory {
 fn launch(parts: AssembledParts, stack: ByteSize) -> Result<Memory, StartError> {
     let AssembledParts { shared: joined, mut maintenance, mut worker, recording, .. } = parts;
     let running = Arc::new(running(&joined));
-    let (stop, bell) = (Arc::clone(&running.threads.stop), Arc::clone(&running.threads.bell));
+    let stop = || Arc::clone(&running.stop);
+    let (stops, bell) = (stop(), Arc::clone(&running.bell));
     let (shared, clock) = (Arc::clone(&joined), Arc::clone(&joined.clock));
     // So that the claim is held until all are started.
     let _starts = ThreadEndGuard::of(&shared.claim);
-    running.threads.spawn(&joined.claim, "lowtide-worker", stack, move || {
-        run_worker(&mut worker, &*clock);
-    })?;
-    running.threads.spawn(&joined.claim, "lowtide-control", stack, move || {
-        run_control(&mut maintenance, &*shared.clock, &bell, &stop);
+    running.spawn("lowtide-worker", stack, move || run_worker(&mut worker, &*clock))?;
+    running.spawn("lowtide-control", stack, move || {
+        run_control(&mut maintenance, &*shared.clock, &bell, &stops);
         if !shared.admission.is_closed() {
             maintenance.leave(); // dropped, not shut down: resources may still be loaded
         }
@@ -575,50 +569,36 @@ fn launch(parts: AssembledParts, stack: ByteSize) -> Result<Memory, StartError> 
         // No more decisions follow: the worker ends after its queue.
         shared.state.close();
     })?;
+    // Without one of these the `Memory` works too. The claim is held until it has ended, so that the
+    // next `Memory` finds what it used unlocked.
+    let started = |about, started: Result<(), StartError>| {
+        if let Err(error) = started {
+            joined.add_diagnostic(Diagnostic::warning(about, format!("off: {error}")));
+        }
+    };
     if let Some(file) = recording {
-        let recorder = FlightRecorder::new(&joined, file);
-        let stop = Arc::clone(&running.threads.stop);
-        let about = "flight_recorder";
-        launch_optional(&joined, &running.threads, (FLIGHT, about, stack), move || {
-            recorder.run(&stop);
-        });
+        let (recorder, stop) = (FlightRecorder::new(&joined, file), stop());
+        started("flight_recorder", running.spawn(FLIGHT, stack, move || recorder.run(&stop)));
     }
     if let Some(profiles) = joined.profiles.clone() {
-        let (clock, stop) = (Arc::clone(&joined.clock), Arc::clone(&running.threads.stop));
+        let (clock, stop) = (Arc::clone(&joined.clock), stop());
         let folder = joined.config.heap_profile_dir.value.clone();
-        let thread = ("lowtide-profiler", "profiler", PROFILER_STACK);
-        launch_optional(&joined, &running.threads, thread, move || {
-            profiles::run(&profiles, folder.as_deref(), &*clock, &stop);
-        });
+        let run = move || profiles::run(&profiles, folder.as_deref(), &*clock, &stop);
+        started("profiler", running.spawn("lowtide-profiler", PROFILER_STACK, run));
     }
     Ok(Memory::of(joined, running))
 }
 
-/// Starts a thread, by its name, the subject of a diagnostic and its stack, without which the
-/// `Memory` works too. The claim is held until it has ended, so that the next `Memory` finds what
-/// it used unlocked.
-fn launch_optional(
-    shared: &Arc<Shared>,
-    threads: &Threads,
-    (name, about, stack): (&'static str, &'static str, ByteSize),
-    run: impl FnOnce() + Send + 'static,
-) {
-    if let Err(error) = threads.spawn(&shared.claim, name, stack, run) {
-        shared.add_diagnostic(Diagnostic::warning(about, format!("off: {error}")));
-    }
-}
-
-impl Threads {
-    /// Starts one thread. On failure the caller drops `Running`, which ends the running threads.
+impl RunningMemory {
+    /// Starts one thread. On failure the caller drops this, which ends the running threads.
     fn spawn(
         &self,
-        claim: &Arc<ProcessClaim>,
         name: &'static str,
         stack: ByteSize,
         run: impl FnOnce() + Send + 'static,
     ) -> Result<(), StartError> {
         let stack = stack.as_usize().unwrap_or(usize::MAX);
-        let ends = ThreadEndGuard::of(claim);
+        let ends = ThreadEndGuard::of(&self.claim);
         let end = Arc::clone(&ends.end);
         let handle = thread::Builder::new()
             .name(name.to_owned())

@@ -103,12 +103,11 @@ impl EventLog {
 
     /// Passes the last events of each kind to `act`, about `most` in all, with the lock held.
     /// Allocates nothing.
-    pub(super) fn last(&self, most: usize, mut act: impl FnMut(&Event)) {
+    pub(super) fn last(&self, most: usize, act: impl FnOnce(&mut dyn Iterator<Item = &Event>)) {
         let events = lock(&self.0);
         let each = most / events.len().max(1);
-        for ring in events.values() {
-            ring.iter().skip(ring.len().saturating_sub(each)).for_each(&mut act);
-        }
+        let last = |ring: &VecDeque<Event>| ring.len().saturating_sub(each);
+        act(&mut events.values().flat_map(|ring| ring.iter().skip(last(ring))));
     }
 
     /// Returns the events, by the time of their last occurrence, oldest first.
@@ -127,7 +126,7 @@ fn bounded(mut text: String) -> String {
 /// The last publication of the worker, to find the changes since then.
 #[derive(Debug)]
 pub(super) struct Watch {
-    seen: Option<Arc<Publication>>,
+    seen: Option<Arc<MemorySnapshot>>,
     /// The OOM kills in the own cgroup that have been logged.
     kills_logged: u64,
     episode: Option<Episode>,
@@ -154,14 +153,6 @@ struct Episode {
 /// Requests, in the order of [`RejectReason::ALL`].
 type ByReason = [u64; RejectReason::ALL.len()];
 
-/// The figures of a publication.
-#[derive(Clone, Debug)]
-pub(super) struct Publication {
-    pub(super) snapshot: MemorySnapshot,
-    /// The number of times that the host has entered each level.
-    pub(super) entered: [u64; Level::ALL.len()],
-}
-
 /// Returns the text about the sum of an event's amounts; of most kinds there is none.
 fn text_of_sum(kind: &str, sum: u64) -> Option<String> {
     Some(match kind {
@@ -177,14 +168,13 @@ fn text_of_sum(kind: &str, sum: u64) -> Option<String> {
 impl Watch {
     /// Adds an event for each change since the last publication, and logs changes that nothing else
     /// logs. Keeps the publication, so that a panic later on repeats nothing.
-    pub(super) fn see(&mut self, now: &Arc<Publication>, events: &EventLog) {
-        let before = self.seen.replace(Arc::clone(now));
-        let before = before.unwrap_or_else(|| Arc::new(now.at_start()));
-        let (snapshot, was) = (&now.snapshot, &before.snapshot);
-        now.since(&before, |kind, about, amount, text| {
+    pub(super) fn see(&mut self, snapshot: &Arc<MemorySnapshot>, events: &EventLog) {
+        let was = self.seen.replace(Arc::clone(snapshot));
+        let was = was.unwrap_or_else(|| Arc::new(snapshot.at_start()));
+        snapshot.since(&was, |kind, about, amount, text| {
             events.add_event(snapshot.since_epoch, kind, about, amount, text);
         });
-        self.log_level(now, &before);
+        self.log_level(snapshot, &was);
         if snapshot.limit() != was.limit() && self.limits.take(snapshot.now).is_ok() {
             let (limit, was) = (shown(snapshot.limit()), shown(was.limit()));
             let source = snapshot.signal.limit.source.name();
@@ -208,13 +198,12 @@ impl Watch {
             let reasons = by_reason(observed);
             log!(info, reasons, "requests admitted in observe mode");
         }
-        self.log_rejections(now.new_rejections(&before), snapshot);
+        self.log_rejections(snapshot.new_rejections(&was), snapshot);
     }
 
-    fn log_level(&mut self, now: &Publication, before: &Publication) {
-        let snapshot = &now.snapshot;
-        let highest = now.highest_since(before).map(Level::name);
-        let [level, was] = [now, before].map(|of| of.snapshot.host.level.name());
+    fn log_level(&mut self, snapshot: &MemorySnapshot, before: &MemorySnapshot) {
+        let highest = snapshot.highest_since(before).map(Level::name);
+        let [level, was] = [snapshot, before].map(|of| of.host.level.name());
         if (level == was && highest.is_none()) || self.lines.take(snapshot.now).is_err() {
             return;
         }
@@ -288,11 +277,11 @@ pub(super) fn shown(limit: ByteSize) -> String {
     if limit == ByteSize::MAX { "none".to_owned() } else { limit.to_string() }
 }
 
-impl Publication {
+impl MemorySnapshot {
     /// Returns the state before anything happened. The limit, the cgroup and its kills are older
     /// than the process.
     fn at_start(&self) -> Self {
-        let mut snapshot = self.snapshot.clone();
+        let mut snapshot = self.clone();
         (snapshot.host.level, snapshot.device.level) = (Level::None, Level::None);
         #[cfg(feature = "device")]
         snapshot.devices.arenas.clear();
@@ -300,7 +289,8 @@ impl Publication {
         snapshot.reclaimers.clear();
         snapshot.events = None;
         snapshot.admission = AdmissionStats::default();
-        Self { snapshot, entered: [0; Level::ALL.len()] }
+        snapshot.entered = [0; Level::ALL.len()];
+        snapshot
     }
 
     /// Returns the highest level that the host has entered since then, if any.
@@ -311,8 +301,8 @@ impl Publication {
 
     /// Returns the requests since then by reason: those of one of the counts.
     fn requests_since(&self, before: &Self, of: fn(&AdmissionStats) -> ByReason) -> ByReason {
-        let mut new = of(&self.snapshot.admission);
-        for (count, was) in new.iter_mut().zip(of(&before.snapshot.admission)) {
+        let mut new = of(&self.admission);
+        for (count, was) in new.iter_mut().zip(of(&before.admission)) {
             *count = count.saturating_sub(was);
         }
         new
@@ -329,7 +319,7 @@ impl Publication {
 
     /// Passes each change since then to `tell`: kind, subject, amount and text.
     fn since(&self, before: &Self, mut tell: impl FnMut(&'static str, &str, u64, String)) {
-        let (now, was) = (&self.snapshot, &before.snapshot);
+        let (now, was) = (self, before);
         let mut fixed = |kind, about: &str, text| tell(kind, about, 0, text);
         let highest = self.highest_since(before);
         for (budget, level, was) in [
@@ -476,12 +466,13 @@ mod tests {
     }
 
     /// A publication of a `Memory` with an arena, a resource and a reclaimer.
-    fn published(memory: &crate::Memory) -> Publication {
+    fn published(memory: &crate::Memory) -> MemorySnapshot {
         let mut snapshot = memory.snapshot();
         (snapshot.host.level, snapshot.oom_kills) = (Level::None, Some(1));
         snapshot.signal.limit.bytes = ByteSize::gib(1);
         snapshot.admission.rejected = [0, 7, 0, 0, 0, 0, 0, 0, 0, 0];
-        Publication { snapshot, entered: [0; 4] }
+        snapshot.entered = [0; 4];
+        snapshot
     }
 
     #[test]
@@ -496,7 +487,7 @@ mod tests {
         assert!(model.unload(UnloadReason::Pressure));
         let mut now = published(&memory);
         now.entered = [0, 1, 1, 0];
-        let snapshot = &mut now.snapshot;
+        let snapshot = &mut now;
         (snapshot.host.level, snapshot.oom_kills) = (Level::High, Some(3));
         snapshot.signal.limit.bytes = ByteSize::mib(512);
         (snapshot.admission.rejected[0], snapshot.admission.rejected[1]) = (1, 10);
@@ -506,7 +497,7 @@ mod tests {
         (reclaimer.name, reclaimer.calls_total) = ("c".into(), 2);
         reclaimer.released_total = ByteSize::mib(3);
         snapshot.reclaimers = vec![reclaimer];
-        let told = |now: &Publication, before: &Publication| {
+        let told = |now: &MemorySnapshot, before: &MemorySnapshot| {
             let mut told = Vec::new();
             now.since(before, |kind, about, _, text| told.push(format!("{kind} {about}: {text}")));
             told
@@ -529,13 +520,13 @@ mod tests {
         assert!(told(&now, &now).is_empty(), "nothing new");
         // The bug: what happened before the first publication was never told.
         let mut first = before.clone();
-        first.snapshot.resources[0].loads_ok_total = 1;
+        first.resources[0].loads_ok_total = 1;
         assert_eq!(
             told(&first, &first.at_start()),
             ["load m: loaded", "reject full: 7 requests rejected"]
         );
         // A level that was reached and left in between.
-        let after = Publication { entered: [1, 1, 1, 1], ..before.clone() };
+        let after = MemorySnapshot { entered: [1, 1, 1, 1], ..before.clone() };
         let expected = ["level host: pressure none, was none, reached critical"];
         assert_eq!(told(&after, &before), expected);
     }
@@ -551,8 +542,8 @@ mod tests {
         tracing::subscriber::with_default(subscriber, || {
             for second in 0..600 {
                 let mut now = published(&memory);
-                now.snapshot.now = Moment::after_origin(Duration::from_secs(second));
-                now.snapshot.signal.limit.bytes = ByteSize::mib(1000 + second % 2);
+                now.now = Moment::after_origin(Duration::from_secs(second));
+                now.signal.limit.bytes = ByteSize::mib(1000 + second % 2);
                 watch.see(&Arc::new(now), &events);
             }
         });

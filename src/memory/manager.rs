@@ -206,8 +206,8 @@ impl Memory {
         let open = shared.resources.close(&*shared.clock, end);
         report.resources.extend(open.iter().map(ToString::to_string));
         shared.flight.end(if report.exhausted { RunEnd::Exhausted } else { RunEnd::ShutDown });
-        self.0.running.threads.end();
-        self.0.running.threads.join(&*shared.clock, end, &mut report);
+        self.0.running.end();
+        self.0.running.join(&*shared.clock, end, &mut report);
         report.requests = shared.admission.stats().held();
         #[cfg(feature = "device")]
         shared.end_devices(&mut report);

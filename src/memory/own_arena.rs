@@ -114,27 +114,12 @@ impl OwnArena {
     }
 }
 
-/// The loads of resources with an `OwnArena` that started and that ended.
+/// The loads of resources with an `OwnArena`.
 #[derive(Debug, Default)]
 pub(super) struct Loads {
     begun: AtomicU64,
-    ended: AtomicU64,
-}
-
-impl Loads {
-    fn begin(&self) -> LoadGuard<'_> {
-        self.begun.fetch_add(1, Ordering::SeqCst);
-        LoadGuard(self)
-    }
-}
-
-/// Counts the end of a load, also if it panics.
-struct LoadGuard<'a>(&'a Loads);
-
-impl Drop for LoadGuard<'_> {
-    fn drop(&mut self) {
-        self.0.ended.fetch_add(1, Ordering::SeqCst);
-    }
+    /// Has a handle for each that runs.
+    running: Arc<()>,
 }
 
 /// The state of the process before a load.
@@ -162,17 +147,18 @@ impl Before {
 
     /// Returns `true` if only this load, and at most the request that waits for it, ran since.
     fn is_alone(&self, shared: &Shared) -> bool {
-        let [begun, ended, admitted, finished] = self.counts;
-        begun == ended + 1 && admitted <= finished + 1 && counts(shared) == self.counts
+        let [_, running, admitted, finished] = self.counts;
+        running == 1 && admitted <= finished + 1 && counts(shared) == self.counts
     }
 }
 
-/// Returns the loads that have begun and ended, and the requests admitted and finished.
+/// Returns the loads that have begun and those that run, and the requests admitted and finished.
 fn counts(shared: &Shared) -> [u64; 4] {
-    let [begun, ended] =
-        [&shared.loads.begun, &shared.loads.ended].map(|total| total.load(Ordering::SeqCst));
+    let begun = shared.loads.begun.load(Ordering::SeqCst);
+    // After that: a load runs before it has begun.
+    let running = Arc::strong_count(&shared.loads.running) as u64 - 1;
     let stats = shared.admission.stats();
-    [begun, ended, stats.admitted_total, stats.finished_total]
+    [begun, running, stats.admitted_total, stats.finished_total]
 }
 
 /// Returns the cgroup's charge if the limit is the cgroup's; otherwise the process's anonymous
@@ -218,12 +204,12 @@ impl LoadScope for OwnArena {
             self.load_within(load);
             return;
         };
-        let loading = shared.loads.begin();
+        let _running = Arc::clone(&shared.loads.running);
+        shared.loads.begun.fetch_add(1, Ordering::SeqCst);
         let before = Before::now(&shared);
         if self.load_within(load) {
             self.settle_growth(&shared, &before);
         }
-        drop(loading);
     }
 
     fn unload(&self, unload: &mut dyn FnMut()) -> Option<Cost> {

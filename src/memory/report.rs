@@ -82,15 +82,9 @@ impl MemoryHeap<'_> {
     }
 }
 
-impl Shared {
-    pub(super) fn oldest_requests(&self) -> Vec<RequestMemory> {
-        self.here(|shared| shared.admission.state().oldest(LARGEST_MAX, shared.clock.now()))
-    }
-}
-
 /// The reports of a `Memory`, from [`Memory::report`].
 #[derive(Clone, Copy, Debug)]
-pub struct MemoryReport<'a>(&'a Shared);
+pub struct MemoryReport<'a>(pub(super) &'a Shared);
 
 impl<'a> MemoryReport<'a> {
     /// Returns the diagnostics: settings that could not be applied, and features that this system
@@ -159,7 +153,7 @@ impl<'a> MemoryReport<'a> {
     /// have waited for something are listed. Empty in a forked child.
     #[must_use]
     pub fn oldest_requests(&self) -> Vec<RequestMemory> {
-        self.0.oldest_requests()
+        self.0.here(|shared| shared.admission.state().oldest(LARGEST_MAX, shared.clock.now()))
     }
 
     /// Returns the memory of measured requests by route, the largest first: at most 64 routes, and

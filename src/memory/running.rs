@@ -20,10 +20,14 @@ use super::error::{Shutdown, StartError};
 use super::events::EventLog;
 use super::flight::{Flight, RunEnd};
 
-/// Ends the threads when the last handle is dropped. It holds no arena and no resource, so that
-/// these are not kept alive after a shutdown.
+/// The threads, which are told to end when the last handle is dropped. It holds no arena and no
+/// resource, so that these are not kept alive after a shutdown.
 pub(super) struct RunningMemory {
-    pub(super) threads: Threads,
+    pub(super) stop: Arc<AtomicBool>,
+    pub(super) bell: Arc<Bell>,
+    /// Those of the flight recorder and of the profiler.
+    pub(super) other_bells: Vec<Arc<Bell>>,
+    pub(super) started: Mutex<Vec<Started>>,
     pub(super) claim: Arc<ProcessClaim>,
     /// Does not keep the manager running.
     pub(super) admission: Admission,
@@ -45,15 +49,6 @@ const RECORDED_WITHIN: Duration = Duration::from_millis(100);
 /// The name of the flight recorder's thread.
 pub(super) const FLIGHT: &str = "lowtide-flight";
 
-/// The threads. Dropping it signals them to end and does not wait.
-pub(super) struct Threads {
-    pub(super) stop: Arc<AtomicBool>,
-    pub(super) bell: Arc<Bell>,
-    /// Those of the flight recorder and of the profiler.
-    pub(super) other_bells: Vec<Arc<Bell>>,
-    pub(super) started: Mutex<Vec<Started>>,
-}
-
 /// A thread that was started. Its end stays recorded after it has been joined.
 pub(super) struct Started {
     pub(super) name: &'static str,
@@ -67,11 +62,11 @@ pub(super) struct Started {
 #[derive(Default)]
 pub(super) struct ThreadEnd {
     over: AtomicBool,
-    /// One bell for each waiting shutdown, because a ring wakes one waiter.
-    waiting: Mutex<Vec<Arc<Bell>>>,
+    /// Wakes one waiting shutdown, which wakes the next.
+    bell: Arc<Bell>,
 }
 
-impl Threads {
+impl RunningMemory {
     /// Signals the threads to end; the worker finishes its queue first.
     pub(super) fn end(&self) {
         self.stop.store(true, Ordering::Release);
@@ -116,20 +111,18 @@ impl Threads {
 }
 
 impl ThreadEnd {
-    fn is_over(&self) -> bool {
-        self.over.load(Ordering::Acquire)
-    }
-
     /// Waits for the end until the deadline. Returns `true` if the thread has ended.
     fn wait(&self, clock: &dyn Clock, deadline: Moment) -> bool {
-        let bell = Bell::new();
-        lock(&self.waiting).push(Arc::clone(&bell));
+        let is_over = || self.over.load(Ordering::Acquire);
         // Bounded by the deadline: each iteration waits for the deadline or the end.
-        while !self.is_over() && clock.now() < deadline {
-            clock.wait_until(&bell, deadline);
+        while !is_over() && clock.now() < deadline {
+            clock.wait_until(&self.bell, deadline);
         }
-        lock(&self.waiting).retain(|other| !Arc::ptr_eq(other, &bell));
-        self.is_over()
+        let is_over = is_over();
+        if is_over {
+            self.bell.ring();
+        }
+        is_over
     }
 }
 
@@ -154,9 +147,7 @@ impl Drop for ThreadEndGuard {
             self.claim.release();
         }
         self.end.over.store(true, Ordering::Release);
-        for bell in &*lock(&self.end.waiting) {
-            bell.ring();
-        }
+        self.end.bell.ring();
     }
 }
 
@@ -165,12 +156,12 @@ impl Drop for RunningMemory {
         if !self.claim.birth.is_here() {
             return;
         }
-        let Threads { started, stop, .. } = &self.threads;
-        let was_running = lock(started).len() >= THREADS && !stop.load(Ordering::Acquire);
+        let was_running =
+            lock(&self.started).len() >= THREADS && !self.stop.load(Ordering::Acquire);
         self.flight.end(if std::thread::panicking() { RunEnd::Panicked } else { RunEnd::Dropped });
         self.state.close();
-        self.threads.end();
-        self.threads.wait_for_recorder();
+        self.end();
+        self.wait_for_recorder();
         self.claim.release();
         let requests_held = self.admission.stats().held();
         if was_running && requests_held > 0 {
@@ -235,27 +226,5 @@ impl ProcessClaim {
 impl Drop for ProcessClaim {
     fn drop(&mut self) {
         self.release();
-    }
-}
-
-/// Completes the futures of `Memory::terminated` when the policy for exhaustion ends the process.
-#[cfg(feature = "tokio")]
-#[derive(Debug, Default)]
-pub(super) struct ExitSignal(tokio::sync::watch::Sender<bool>);
-
-#[cfg(feature = "tokio")]
-impl ExitSignal {
-    pub(super) fn begin(&self) {
-        self.0.send_replace(true);
-    }
-
-    /// Returns a future that completes when the end begins. It does not keep the manager running.
-    pub(super) fn begun(&self) -> impl Future<Output = ()> + Send + use<> {
-        let mut begins = self.0.subscribe();
-        async move {
-            if begins.wait_for(|begins| *begins).await.is_err() {
-                std::future::pending::<()>().await; // the manager is gone, and signals are left
-            }
-        }
     }
 }

@@ -5,7 +5,7 @@
 //!
 //! Invariant: nothing here blocks a thread of the runtime.
 
-use std::future::{Future, poll_fn};
+use std::future::{Future, pending, poll_fn};
 use std::io;
 use std::pin::pin;
 use std::task::Poll;
@@ -42,9 +42,13 @@ impl Memory {
     pub fn terminated(&self) -> io::Result<impl Future<Output = ()> + Send + use<>> {
         let (mut term, mut int) =
             (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-        let (memory, exhausted) = (self.downgrade(), self.0.shared.ending.begun());
+        let (memory, mut ending) = (self.downgrade(), self.0.shared.ending.subscribe());
         Ok(async move {
-            let mut exhausted = pin!(exhausted);
+            let mut exhausted = pin!(async {
+                if ending.wait_for(|ends| *ends).await.is_err() {
+                    pending::<()>().await; // the manager is gone, and signals are left
+                }
+            });
             poll_fn(|cx| {
                 let asked = term.poll_recv(cx).is_ready() | int.poll_recv(cx).is_ready();
                 let asked = asked || exhausted.as_mut().poll(cx).is_ready();

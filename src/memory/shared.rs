@@ -16,7 +16,8 @@ use crate::fork::Birth;
 use crate::metrics::record::MetricsWriter;
 use crate::sync::{Mutex, lock};
 use lowtide_admission::{
-    Admission, Budget, Mappings, PressureState, ResourceStats, Resources, Signal, Signals, Trigger,
+    Admission, Budget, Level, Mappings, PressureState, ResourceStats, Resources, Signal, Signals,
+    Trigger,
 };
 use lowtide_heap::{self as heap, HeapProbe, HostArena, HostArenaStats, HostError, PurgeReport};
 
@@ -67,8 +68,9 @@ pub(super) struct Shared {
     pub(super) admin_tasks: AdminTasks,
     pub(super) fit: FitInForce,
     pub(super) loads: Loads,
+    /// `true` once the policy for exhaustion ends the process: completes `Memory::terminated`.
     #[cfg(feature = "tokio")]
-    pub(super) ending: super::running::ExitSignal,
+    pub(super) ending: tokio::sync::watch::Sender<bool>,
 }
 
 /// Counts of purges, for metrics.
@@ -314,7 +316,7 @@ impl Shared {
         log!(error, policy, "restart needed");
         #[cfg(feature = "tokio")]
         if self.ends_exhausted() {
-            self.ending.begin();
+            self.ending.send_replace(true);
         }
     }
 
@@ -381,6 +383,7 @@ impl Shared {
             diagnostics: self.diagnostics(),
             now: self.clock.now(),
             since_epoch: self.clock.since_epoch(),
+            entered: Level::ALL.map(|level| self.state.entered_total(level)),
         }
     }
 }

@@ -88,6 +88,9 @@ pub struct MemorySnapshot {
     pub now: Moment,
     /// The same on the wall clock, since the Unix epoch.
     pub since_epoch: Duration,
+    /// The number of times that the host has entered each level.
+    #[cfg_attr(feature = "serde", serde(skip))]
+    pub(super) entered: [u64; Level::ALL.len()],
 }
 
 impl MemorySnapshot {
@@ -111,17 +114,14 @@ impl MemorySnapshot {
 
     /// Returns the figures that the history keeps.
     pub(super) fn history_sample(&self) -> HistorySample {
-        let heap = self.heap.as_ref();
-        HistorySample {
-            at: self.since_epoch,
-            physical: self.physical,
-            heap_live: heap.map_or(ByteSize::ZERO, |heap| heap.live),
-            heap_retained: heap.map_or(ByteSize::ZERO, |heap| heap.retained()),
-            #[cfg(feature = "device")]
-            device_live: self.devices.live(),
-            #[cfg(feature = "device")]
-            device_retained: self.devices.retained(),
-        }
+        let heap = self.heap.unwrap_or_default();
+        #[cfg(feature = "device")]
+        let [device_live, device_retained] = [self.devices.live(), self.devices.retained()];
+        #[cfg(not(feature = "device"))]
+        let [device_live, device_retained] = [ByteSize::ZERO; 2];
+        let (at, physical) = (self.since_epoch, self.physical);
+        let (heap_live, heap_retained) = (heap.live, heap.retained());
+        HistorySample { at, physical, heap_live, heap_retained, device_live, device_retained }
     }
 
     /// Returns a moment on the wall clock, since the Unix epoch.

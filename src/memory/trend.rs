@@ -202,10 +202,8 @@ pub struct HistorySample {
     /// The bytes that the heap retains.
     pub heap_retained: ByteSize,
     /// The live bytes of all device arenas that have memory, without sleeping ones.
-    #[cfg(feature = "device")]
     pub device_live: ByteSize,
     /// The bytes that these arenas retain.
-    #[cfg(feature = "device")]
     pub device_retained: ByteSize,
 }
 

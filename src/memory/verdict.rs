@@ -17,6 +17,7 @@ use lowtide_admission::{Budget, Level, LimitSource, RejectReason, RequestPhase};
 use super::breakdown::{Breakdown, MemoryPart, PartKind, list};
 use super::error::Diagnostic;
 use super::events::{Event, by_reason, is_shortage};
+use super::report::MemoryReport;
 use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
 use super::trend::LeakReport;
@@ -196,7 +197,7 @@ fn rejections(
 fn full(shared: &Shared, snapshot: &MemorySnapshot, breakdown: &Breakdown) -> String {
     let ledger = shared.admission.ledger(Budget::Host);
     let (reserved, room) = (ledger.requests(), ledger.request_room());
-    let oldest = shared.oldest_requests();
+    let oldest = MemoryReport(shared).oldest_requests();
     let (ceiling, physical) = (snapshot.host.ceiling, snapshot.physical);
     let live = breakdown.total(PartKind::Requests);
     let held = snapshot.admission.held();

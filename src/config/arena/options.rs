@@ -149,41 +149,32 @@ impl ArenaOptions {
         let (mut options, mut faults) = (Self::new(), Vec::new());
         for (spelled, text) in entries {
             let (spelled, text) = (spelled.as_ref(), text.as_ref());
-            let found = find(spelled);
-            let found = found.map_err(|expected| {
-                let problem =
-                    format!("{spelled} has no effect in these options: expected {expected}");
-                Fault::of_name(spelled, problem)
-            });
-            let added = found.and_then(|key| {
-                let Some(key) = key else { return Ok(()) };
-                let added = options.add(key, spelled, key.read(text, dialect));
-                added.map_err(|expected| Fault::bad(spelled, text, expected))
-            });
-            faults.extend(added.err());
+            match find(spelled) {
+                Ok(None) => {}
+                Ok(Some(key)) => {
+                    let value = key.read(text, dialect);
+                    let added = value.and_then(|value| options.add(key, spelled, value));
+                    faults.extend(added.err().map(|expected| Fault::bad(spelled, text, expected)));
+                }
+                Err(expected) => {
+                    let what = "has no effect in these options";
+                    let problem = format!("{spelled} {what}: expected {expected}");
+                    faults.push(Fault::of_name(spelled, problem));
+                }
+            }
         }
         ConfigError::check(faults)?;
         Ok(options)
     }
 
-    fn add(
-        &mut self,
-        key: ArenaKey,
-        spelled: &str,
-        value: Result<Option<u64>, String>,
-    ) -> Result<(), String> {
-        let Some(value) = value? else { return Ok(()) };
-        match self.written(key) {
-            Some(first) if first.value != value => {
-                Err(format!("{}, as {} says", key.show(first.value), first.spelled))
-            }
-            Some(_) => Ok(()),
-            None => {
-                let spelled = spelled.to_owned();
-                self.0.insert(key, Written { value, spelled, capped_from: None });
-                Ok(())
-            }
+    fn add(&mut self, key: ArenaKey, spelled: &str, value: Option<u64>) -> Result<(), String> {
+        let Some(value) = value else { return Ok(()) };
+        let new = || Written { value, spelled: spelled.to_owned(), capped_from: None };
+        let first = self.0.entry(key).or_insert_with(new);
+        if first.value == value {
+            return Ok(());
         }
+        Err(format!("{}, as {} says", key.show(first.value), first.spelled))
     }
 
     /// Reads cuArena's limit of a pool. 0 means all free device memory less [`CUARENA_MARGIN`]. A
@@ -299,14 +290,12 @@ fn in_scope(key: &str, prefix: &str, other: &str) -> Result<Option<ArenaKey>, St
     if let Some(tail) = key.strip_prefix(prefix) {
         return known(&format!("{BARE}{tail}"), Dialect::Keys);
     }
-    let tail = [prefix, other, BARE].into_iter().find_map(|prefix| tail_in_any_case(key, prefix));
+    let tail_in_any_case = |prefix: &str| {
+        let (head, tail) = key.split_at_checked(prefix.len())?;
+        head.eq_ignore_ascii_case(prefix).then_some(tail)
+    };
+    let tail = [prefix, other, BARE].into_iter().find_map(tail_in_any_case);
     tail.map_or(Ok(None), |tail| Err(format!("{prefix}{tail}")))
-}
-
-/// Returns the part after the prefix, which is compared without case.
-fn tail_in_any_case<'a>(key: &'a str, prefix: &str) -> Option<&'a str> {
-    let (head, tail) = key.split_at_checked(prefix.len())?;
-    head.eq_ignore_ascii_case(prefix).then_some(tail)
 }
 
 /// ONNX Runtime's key for the shrink at the end of a run.

@@ -10,7 +10,7 @@
 
 use std::fmt;
 
-use super::keys::{ArenaKey, SAME_AS_REQUESTED};
+use super::keys::{ArenaKey, NO_LIMIT, SAME_AS_REQUESTED};
 use super::options::{ArenaOptions, Written};
 use crate::bytes::ByteSize;
 use crate::config::error::ConfigError;
@@ -96,7 +96,7 @@ impl fmt::Display for Conflict {
 }
 
 /// The options of each place for one arena; `None` if the place does not exist.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Layers {
     /// The session that opens the arena.
     pub(crate) session: Option<ArenaOptions>,
@@ -104,17 +104,10 @@ pub(crate) struct Layers {
     pub(crate) shared: Option<ArenaOptions>,
     /// The replacements so far, combined; later ones take precedence.
     pub(crate) replacement: Option<ArenaOptions>,
-    /// lowtide's own limit of device memory; [`ByteSize::MAX`] for none.
-    pub(crate) device_limit: ByteSize,
+    /// lowtide's own limit of device memory, if there is one.
+    pub(crate) device_limit: Option<ByteSize>,
     /// `true` for a pool of pinned memory, which supports only the limit.
     pub(crate) pinned: bool,
-}
-
-impl Default for Layers {
-    fn default() -> Self {
-        let device_limit = ByteSize::MAX;
-        Self { session: None, shared: None, replacement: None, device_limit, pinned: false }
-    }
 }
 
 /// The options in force for one arena.
@@ -149,7 +142,7 @@ impl Layers {
                 Some((source, of)) => (source, of.value, Some(of.spelled.clone())),
                 None => (ArenaSource::Default, key.default_value(), None),
             };
-            let limit = self.device_limit.get();
+            let limit = self.device_limit.map_or(NO_LIMIT, ByteSize::get);
             let (source, value, spelled) = match key {
                 ArenaKey::Limit if value > limit => (ArenaSource::DeviceLimit, limit, None),
                 _ => (source, value, spelled),

@@ -281,8 +281,10 @@ fn a_replacement_says_which_values_it_overrules() {
 
 #[test]
 fn the_device_limit_bounds_the_arenas_and_says_so_only_where_somebody_wanted_more() {
-    let limited =
-        |entries| Layers { device_limit: ByteSize::mib(4), ..layers([Some(entries), None, None]) };
+    let limited = |entries| Layers {
+        device_limit: Some(ByteSize::mib(4)),
+        ..layers([Some(entries), None, None])
+    };
     for (entries, value, source, conflicts) in [
         (&[][..], 4 * MIB, ArenaSource::DeviceLimit, 0),
         (&[("arena.max_mem", "0")][..], 4 * MIB, ArenaSource::DeviceLimit, 1),
@@ -423,7 +425,7 @@ fn every_layer_is_in_force_or_in_one_conflict() {
     };
     for case in 0..4096_usize {
         let [session, shared, replacement] = [case, case >> 4, case >> 8].map(|b| layer(b & 15));
-        let device_limit = if case % 3 == 0 { ByteSize::new(2) } else { ByteSize::MAX };
+        let device_limit = (case % 3 == 0).then_some(ByteSize::new(2));
         let layers = Layers { session, shared, replacement, device_limit, pinned: false };
         let resolution = layers.resolve().expect("resolved");
         for (options, source) in [

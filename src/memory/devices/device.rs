@@ -16,7 +16,7 @@
 //! 0.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
 use crate::bytes::ByteSize;
 use crate::device::driver::{Driver, DriverError, Guarded};
@@ -61,16 +61,17 @@ pub(in crate::memory) struct Device {
     /// admission of the `Memory`.
     pub(super) admission: Option<Admission>,
     /// `true` once the loss was reported.
-    is_reported: AtomicBool,
+    pub(super) is_reported: AtomicBool,
 }
 
 impl Device {
     pub(super) fn new(number: u32, driver: Arc<dyn Driver>, watermark: f64) -> Self {
         let counted = CountedIn::of(&*driver);
         let has_account = number > 0 && counted == CountedIn::OnDevice;
+        let name = driver.uuid().map_or_else(|| number.to_string(), |uuid| uuid.to_string());
         Self {
             number,
-            name: name_of(number, &*driver).into(),
+            name: name.into(),
             counted,
             driver: Arc::new(Guarded::new(driver)),
             watch: Mutex::new(Watermark::new(watermark)),
@@ -81,11 +82,6 @@ impl Device {
 
     pub(super) fn is_lost(&self) -> bool {
         self.driver.lost().is_some()
-    }
-
-    /// Returns the error of the loss, the first time.
-    pub(super) fn lost_once(&self) -> Option<&DriverError> {
-        self.driver.lost().filter(|_| !self.is_reported.swap(true, Ordering::Relaxed))
     }
 
     /// Returns the ledger in which the device's bytes are reserved.
@@ -120,8 +116,4 @@ impl Device {
         let ledger = self.ledger(memory);
         Ok(free.min(ledger.allowance_bytes().saturating_sub(ledger.reserved_bytes())))
     }
-}
-
-fn name_of(number: u32, driver: &dyn Driver) -> String {
-    driver.uuid().map_or_else(|| number.to_string(), |uuid| uuid.to_string())
 }

@@ -29,8 +29,6 @@ use super::device::{CountedIn, Device};
 use super::state::Devices;
 use super::values::{DeviceStatus, DevicesSnapshot};
 use super::watermark::DeviceSample;
-#[cfg(feature = "cuda")]
-use {super::MemoryDevices, crate::MemoryError, crate::device::driver::cuda::PoolGovernor};
 
 impl Shared {
     /// Decays the arenas that are due, and completes what sessions have left.
@@ -49,7 +47,7 @@ impl Shared {
     }
 
     /// Does what is due with each publication.
-    pub(in crate::memory) fn maintain_devices(&self, now: Moment) {
+    pub(in crate::memory) fn maintain_devices(&self) {
         self.report_losses();
         // Frees the blocks of completed copies, and releases the memory of pools above their
         // watermarks.
@@ -59,9 +57,7 @@ impl Shared {
             }
         }
         #[cfg(feature = "cuda")]
-        self.decay_governors(now);
-        #[cfg(not(feature = "cuda"))]
-        let _ = now;
+        self.decay_governors();
         self.sweep();
     }
 
@@ -285,52 +281,5 @@ impl Shared {
 
     pub(super) fn committed_on(&self, device: &Device) -> ByteSize {
         self.arenas_on(device).map(|arena| arena.glance().committed).sum()
-    }
-}
-
-#[cfg(feature = "cuda")]
-impl MemoryDevices<'_> {
-    /// Calls [`PoolGovernor::decay`] of the governor on the worker, once in each metrics interval,
-    /// while both exist. A failure becomes a diagnostic. Registering a governor twice has no
-    /// effect.
-    ///
-    /// The pool keeps its own decay time: neither a purge of this `Memory` nor the watermark of the
-    /// device shortens it; [`PoolGovernor::trim`] releases all idle memory. The worker never waits
-    /// for the context, because that would invalidate a graph capture. Memory stays in the pool
-    /// until the program has waited for its free to complete (for example with
-    /// `cuStreamSynchronize`). [`PoolGovernor::decay`] waits itself if the program calls it.
-    ///
-    /// # Errors
-    /// [`MemoryError::Forked`] in a forked child.
-    pub fn govern(&self, governor: &Arc<PoolGovernor>) -> Result<(), MemoryError> {
-        let shared = self.shared();
-        shared.check_here()?;
-        let new = Arc::downgrade(governor);
-        let mut governors = lock(&shared.devices.governors);
-        governors.retain(|one| one.strong_count() > 0 && !one.ptr_eq(&new));
-        governors.push(new);
-        Ok(())
-    }
-}
-
-#[cfg(feature = "cuda")]
-impl Shared {
-    /// Releases the memory of governed pools that was unused for the decay time.
-    pub(super) fn decay_governors(&self, now: Moment) {
-        if self.check_here().is_err() {
-            return;
-        }
-        let all = lock(&self.devices.governors).clone();
-        for governor in all.iter().filter_map(std::sync::Weak::upgrade) {
-            if let Err(error) = governor.decay(now) {
-                // A lost device is asked for nothing more.
-                if error.is_context_lost() {
-                    let lost = Arc::downgrade(&governor);
-                    lock(&self.devices.governors).retain(|one| !one.ptr_eq(&lost));
-                }
-                let text = format!("pool governor of {}: {error}", governor.device());
-                self.add_diagnostic(Diagnostic::warning("device", text));
-            }
-        }
     }
 }

@@ -4,6 +4,7 @@
 
 use std::cmp::Reverse;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use crate::bytes::ByteSize;
 use crate::device::driver::{Driver as _, DriverError};
@@ -178,7 +179,9 @@ impl Shared {
     /// Reports devices that were lost since the last call.
     pub(super) fn report_losses(&self) {
         for device in &self.devices.list {
-            if let Some(error) = device.lost_once() {
+            if let Some(error) = device.driver.lost()
+                && !device.is_reported.swap(true, Ordering::Relaxed)
+            {
                 let name = &device.name;
                 let works = self.devices.list.iter().any(|device| !device.is_lost());
                 let others = if works { "; other devices are unaffected" } else { "" };

@@ -290,7 +290,7 @@ impl ArenaSlot {
     ) -> Layers {
         let mut layers = state.layers.clone();
         layers.pinned = self.slot.pinned;
-        layers.device_limit = if self.slot.pinned { ByteSize::MAX } else { device_limit };
+        layers.device_limit = (!self.slot.pinned).then_some(device_limit);
         match act {
             SlotAction::Use => layers.session = Some(options.clone()),
             SlotAction::Share => layers.shared = Some(options.clone()),

@@ -357,30 +357,19 @@ impl HalfWriter {
         end.put(self);
     }
 
-    /// Begins a list, which [`HalfWriter::end_list`] ends.
-    pub(super) fn begin_list(&mut self) -> usize {
-        let at = self.0.len();
-        self.put(&[0; 2]);
-        at
-    }
-
-    /// Ends a list of so many entries.
-    pub(super) fn end_list(&mut self, at: usize, count: usize) {
-        self.put_at(at, &u16::try_from(count).unwrap_or(u16::MAX).to_le_bytes());
-    }
-
     /// Adds a list of at most so many entries.
     pub(super) fn list<'a, T: Stored + 'a>(
         &mut self,
         most: usize,
         entries: impl Iterator<Item = &'a T>,
     ) {
-        let (at, mut count) = (self.begin_list(), 0);
+        let (at, mut count) = (self.0.len(), 0_u16);
+        count.put(self);
         for entry in entries.take(most) {
             entry.put(self);
             count += 1;
         }
-        self.end_list(at, count);
+        self.put_at(at, &count.to_le_bytes());
     }
 
     /// Ends the half, and returns its bytes.

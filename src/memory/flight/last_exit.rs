@@ -140,31 +140,19 @@ impl LastExit {
     }
 }
 
-/// The kernel's evidence that the run was killed for memory.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Kills {
-    /// A process of the same cgroup was.
-    InCgroup,
-    /// A process of the machine was.
-    OnMachine,
-    NoneKnown,
-}
-
 impl FlightRecording {
     fn verdict(&self, now: &Now) -> (ExitCause, String) {
-        let after = self.samples.last().map_or(Duration::ZERO, |last| last.uptime);
-        let after = spoken(after);
+        let after = spoken(self.samples.last().map_or(Duration::ZERO, |last| last.uptime));
         match self.end {
             RunEnd::ShutDown => (ExitCause::Shutdown, format!("shut down in order after {after}")),
-            RunEnd::Exhausted => {
-                let text = format!("ended by the policy exit after {after}: memory was exhausted");
-                (ExitCause::Exhausted, self.with_memory(text))
-            }
-            RunEnd::Dropped => {
-                let text =
-                    format!("ended without a shutdown after {after}: its last handle was dropped");
-                (ExitCause::Dropped, text)
-            }
+            RunEnd::Exhausted => self.with_memory(
+                ExitCause::Exhausted,
+                format!("ended by the policy exit after {after}: memory was exhausted"),
+            ),
+            RunEnd::Dropped => (
+                ExitCause::Dropped,
+                format!("ended without a shutdown after {after}: its last handle was dropped"),
+            ),
             RunEnd::Panicked => (ExitCause::Panicked, format!("ended by a panic after {after}")),
             RunEnd::Running => self.killed(&after, now),
         }
@@ -173,63 +161,46 @@ impl FlightRecording {
     /// Concludes why a run that did not end was killed.
     fn killed(&self, after: &str, now: &Now) -> (ExitCause, String) {
         let Some(last) = self.samples.last() else {
-            let text = "killed or crashed before its first sample".to_owned();
-            return (ExitCause::Killed, text);
+            return (ExitCause::Killed, "killed or crashed before its first sample".to_owned());
         };
         let known = |id: &[u8; 16]| id.iter().any(|byte| *byte != 0);
         if known(&now.boot_id) && known(&self.run.boot_id) && now.boot_id != self.run.boot_id {
             let text = format!("the machine was restarted or stopped after {after}");
-            return (ExitCause::Rebooted, self.with_memory(text));
+            return self.with_memory(ExitCause::Rebooted, text);
         }
-        let share = share(last.physical, last.limit);
-        let is_full = share >= AT_LIMIT || self.share_expected() >= REACHED;
-        let by = match self.kills(last, now) {
-            Kills::InCgroup => "by the kernel's OOM killer, which counts a kill in its cgroup",
-            Kills::OnMachine if is_full || share >= KILLED_NEARBY => {
-                "by the kernel's OOM killer, which counts a kill on this machine"
-            }
-            // Memory may be full at a shutdown: nothing counted a kill.
-            _ if is_full && !last.ending => "most likely by the kernel's OOM killer",
-            _ if last.ending => {
-                let text = format!(
-                    "killed after {after}, after it was asked to end: it took longer than its \
-                     supervisor waits"
-                );
-                return (ExitCause::KilledWhileEnding, self.with_memory(text));
-            }
-            _ => {
-                let text = format!("killed, crashed or exited without a shutdown after {after}");
-                return (ExitCause::Killed, self.with_memory(text));
-            }
-        };
-        (ExitCause::OutOfMemory, self.with_memory(format!("killed {by}, after {after}")))
-    }
-
-    fn kills(&self, last: &FlightSample, now: &Now) -> Kills {
+        let physical = share(last.physical, last.limit);
+        // A moment after the last sample.
+        let growth = last.growth.scaled(EXPECTED.as_secs_f64());
+        let expected = share(last.physical.saturating_add(growth), last.limit);
+        let is_full = physical >= AT_LIMIT || expected >= REACHED;
         let rose = |then: Option<u64>, now: Option<u64>| {
             then.zip(now).is_some_and(|(then, now)| now > then)
         };
-        let is_same = now.cgroup != 0 && now.cgroup == self.run.cgroup;
-        if is_same && rose(last.oom_kills, now.cgroup_kills) {
-            Kills::InCgroup
-        } else if rose(self.machine_kills, now.machine_kills) {
-            Kills::OnMachine
+        let is_same_cgroup = now.cgroup != 0 && now.cgroup == self.run.cgroup;
+        let is_nearby = is_full || physical >= KILLED_NEARBY;
+        let by = if is_same_cgroup && rose(last.oom_kills, now.cgroup_kills) {
+            "by the kernel's OOM killer, which counts a kill in its cgroup"
+        } else if is_nearby && rose(self.machine_kills, now.machine_kills) {
+            "by the kernel's OOM killer, which counts a kill on this machine"
+        } else if last.ending {
+            // Memory may be full at a shutdown: nothing counted a kill.
+            let text = format!(
+                "killed after {after}, after it was asked to end: it took longer than its \
+                 supervisor waits"
+            );
+            return self.with_memory(ExitCause::KilledWhileEnding, text);
+        } else if is_full {
+            "most likely by the kernel's OOM killer"
         } else {
-            Kills::NoneKnown
-        }
-    }
-
-    /// Returns the share of the limit that physical memory would have reached a moment after the
-    /// last sample.
-    fn share_expected(&self) -> f64 {
-        let Some(last) = self.samples.last() else { return 0.0 };
-        let growth = last.growth.scaled(EXPECTED.as_secs_f64());
-        share(last.physical.saturating_add(growth), last.limit)
+            let text = format!("killed, crashed or exited without a shutdown after {after}");
+            return self.with_memory(ExitCause::Killed, text);
+        };
+        self.with_memory(ExitCause::OutOfMemory, format!("killed {by}, after {after}"))
     }
 
     /// Adds the memory at the end to a sentence, and the request that held most.
-    fn with_memory(&self, mut text: String) -> String {
-        let Some(last) = self.samples.last() else { return text };
+    fn with_memory(&self, cause: ExitCause, mut text: String) -> (ExitCause, String) {
+        let Some(last) = self.samples.last() else { return (cause, text) };
         // Writing to a string does not fail.
         let _ = write!(text, "; physical memory was {}", last.physical);
         if last.limit != ByteSize::MAX {
@@ -264,7 +235,7 @@ impl FlightRecording {
             let RequestMemory { method, route, live, .. } = permit;
             let _ = write!(text, "; the largest request was {method} {route} with {live}");
         }
-        text
+        (cause, text)
     }
 }
 

@@ -4,8 +4,8 @@
 //! `builder` opens it, `running` ends it. `format` has the bytes, `last_exit` the conclusion, both
 //! pure; `file` does the input and output.
 //!
-//! The worker hands over its figures when it publishes metrics ([`Flight::publish`]), into a place
-//! that is allocated once. The thread `lowtide-flight` takes them, reads the kernel's signals
+//! The worker hands over its figures when it publishes metrics ([`Flight::publish`]). The thread
+//! `lowtide-flight` takes them, reads the kernel's signals
 //! itself, and writes the file. So neither the control loop nor the worker waits for a file, and a
 //! worker that is busy does not stop the recording. It looks at physical memory every
 //! [`LOOK_EVERY`], because a process may fill its limit within a second, and writes what it saw if
@@ -33,17 +33,16 @@ use crate::bytes::ByteSize;
 use crate::clock::{Bell, Moment};
 use crate::config::Config;
 use crate::sync::{Mutex, lock};
-use lowtide_admission::{Budget, RejectReason, RequestMemory, SignalTracker, Signals};
+use lowtide_admission::{
+    Budget, RejectReason, RequestMemory, ResourceStats, SignalTracker, Signals,
+};
 use lowtide_core::file::KeptFile;
 
 use super::error::Diagnostic;
 use super::shared::Shared;
 use super::snapshot::MemorySnapshot;
-use super::trend::HistorySample;
 use file::{FlightError, LockedFile};
-use format::{
-    EVENTS_MAX, HalfWriter, PERMITS_MAX, RESOURCES_MAX, RunIdentity, SAMPLES_MAX, Stored as _,
-};
+use format::{EVENTS_MAX, HalfWriter, PERMITS_MAX, RESOURCES_MAX, RunIdentity, SAMPLES_MAX};
 use last_exit::Now;
 
 pub(super) use file::FlightFile;
@@ -64,22 +63,13 @@ const MOVED_PART: u64 = 64;
 pub(super) struct Flight {
     /// The last run, if it was recorded.
     pub(super) last_exit: Option<LastExit>,
-    /// The figures that the worker published last; `None` if nothing is recorded.
-    published: Option<Mutex<Published>>,
+    /// What the worker published last.
+    published: Mutex<Option<Arc<MemorySnapshot>>>,
     /// The end of the run, as a [`RunEnd`].
     end: AtomicU8,
     is_ending: AtomicBool,
     /// Ends the thread's wait.
     pub(super) bell: Arc<Bell>,
-}
-
-/// The figures of a publication.
-#[derive(Debug, Default)]
-struct Published {
-    history: HistorySample,
-    required: ByteSize,
-    other: Option<ByteSize>,
-    resources: Vec<FlightResource>,
 }
 
 impl Flight {
@@ -106,12 +96,7 @@ impl Flight {
             machine_kills: MachineKills::open().read(),
         };
         let last_exit = LastExit::of(contents, &now);
-        let file = file.prepare().map_err(off).ok();
-        let published = file.is_some().then(|| {
-            let resources = Vec::with_capacity(RESOURCES_MAX);
-            Mutex::new(Published { resources, ..Published::default() })
-        });
-        (Self { last_exit, published, ..Self::default() }, file)
+        (Self { last_exit, ..Self::default() }, file.prepare().map_err(off).ok())
     }
 
     /// Records that the service was asked to end.
@@ -133,23 +118,21 @@ impl Flight {
         let _ = self.end.compare_exchange(running, end, Ordering::AcqRel, Ordering::Acquire);
     }
 
-    /// Takes over the figures of a publication. Called by the worker.
-    pub(super) fn publish(&self, snapshot: &MemorySnapshot) {
-        let Some(published) = &self.published else { return };
-        let history = snapshot.history_sample();
-        let mut published = lock(published);
-        (published.history, published.required) = (history, snapshot.required());
-        published.other = snapshot.other();
-        published.resources.clear();
-        published.resources.extend(snapshot.resources.iter().take(RESOURCES_MAX).map(|resource| {
-            let measured = resource.measured.unwrap_or_default();
-            FlightResource {
-                name: Arc::clone(&resource.name),
-                loaded: resource.loaded,
-                host: measured.host.max(resource.cost.host),
-                device: measured.device.max(resource.cost.device),
-            }
-        }));
+    /// Takes over a publication. Called by the worker.
+    pub(super) fn publish(&self, new: &Arc<MemorySnapshot>) {
+        let _before = lock(&self.published).replace(Arc::clone(new)); // dropped without the lock
+    }
+}
+
+impl FlightResource {
+    fn of(resource: &ResourceStats) -> Self {
+        let measured = resource.measured.unwrap_or_default();
+        Self {
+            name: Arc::clone(&resource.name),
+            loaded: resource.loaded,
+            host: measured.host.max(resource.cost.host),
+            device: measured.device.max(resource.cost.device),
+        }
     }
 }
 
@@ -256,18 +239,16 @@ impl FlightRecorder {
     /// Reads the other figures: those of the last publication, and those of admission now.
     fn read_rest(&mut self) {
         let shared = &*self.shared;
-        self.resources.clear();
-        if let Some(published) = &shared.flight.published {
-            let published = lock(published);
-            let of = published.history;
-            (self.looked.required, self.looked.other) = (published.required, published.other);
+        let published = lock(&shared.flight.published).clone();
+        if let Some(snapshot) = published {
+            let of = snapshot.history_sample();
+            (self.looked.required, self.looked.other) = (snapshot.required(), snapshot.other());
             (self.looked.heap_live, self.looked.heap_retained) = (of.heap_live, of.heap_retained);
-            #[cfg(feature = "device")]
-            {
-                self.looked.device_live = of.device_live;
-                self.looked.device_retained = of.device_retained;
-            }
-            self.resources.extend(published.resources.iter().cloned());
+            self.looked.device_live = of.device_live;
+            self.looked.device_retained = of.device_retained;
+            self.resources.clear();
+            let resources = snapshot.resources.iter().take(RESOURCES_MAX);
+            self.resources.extend(resources.map(FlightResource::of));
         }
         let [host, device] = [Budget::Host, Budget::Device].map(|of| shared.admission.ledger(of));
         self.looked.reserved = host.reserved_bytes();
@@ -302,12 +283,7 @@ impl FlightRecorder {
         let end = end.copied().unwrap_or_default();
         writer.begin(&self.run, end, self.machine_kills.read());
         writer.list(SAMPLES_MAX, self.samples.iter().chain(&look));
-        let (list, mut count) = (writer.begin_list(), 0);
-        shared.events.last(EVENTS_MAX, |event| {
-            event.put(writer);
-            count += 1;
-        });
-        writer.end_list(list, count);
+        shared.events.last(EVENTS_MAX, |events| writer.list(EVENTS_MAX, events));
         writer.list(PERMITS_MAX, self.permits.iter().take(self.permits_now));
         writer.list(RESOURCES_MAX, self.resources.iter());
         if let Err(error) = self.file.write_half(writer.finish(self.file.next_half())) {

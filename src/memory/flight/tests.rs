@@ -367,10 +367,7 @@ fn recorded(path: &Path) {
     let mut file = file.prepare().expect("room");
     let (run, mut writer) = (RunIdentity::default(), HalfWriter::new());
     writer.begin(&run, RunEnd::ShutDown, None);
-    (0..4).for_each(|_| {
-        let list = writer.begin_list();
-        writer.end_list(list, 0);
-    });
+    (0..4).for_each(|_| writer.list(0, std::iter::empty::<&Event>()));
     file.write_half(writer.finish(file.next_half())).expect("written");
 }
 

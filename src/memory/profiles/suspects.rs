@@ -58,17 +58,15 @@ impl Summary {
         Self { taken, at, stacks: stacks.collect(), is_cut }
     }
 
-    /// Returns the bytes of a stack; of one that was cut off, the most that it can have had.
-    fn bytes_of(&self, addresses: &[u64]) -> ByteSize {
-        let found = self.stacks.iter().find(|stack| stack.addresses == addresses);
-        let least = || self.stacks.last().filter(|_| self.is_cut);
-        found.or_else(least).map_or(ByteSize::ZERO, |stack| stack.bytes)
-    }
-
     /// Returns the stacks that grew since an earlier summary by `least` or more, with their bytes
     /// then, the largest growth first.
     fn grown<'a>(&'a self, since: &Self, least: ByteSize) -> Vec<(&'a AllocationStack, ByteSize)> {
-        let then = |stack: &'a AllocationStack| (stack, since.bytes_of(&stack.addresses));
+        // Of a stack that was cut off, the most that it can have had.
+        let then = |stack: &'a AllocationStack| {
+            let found = since.stacks.iter().find(|of| of.addresses == stack.addresses);
+            let least = || since.stacks.last().filter(|_| since.is_cut);
+            (stack, found.or_else(least).map_or(ByteSize::ZERO, |of| of.bytes))
+        };
         let growth =
             |&(stack, then): &(&AllocationStack, ByteSize)| stack.bytes.saturating_sub(then);
         let mut grown: Vec<_> = self.stacks.iter().map(then).collect();
