@@ -106,9 +106,6 @@ impl<Q: Body> RequestBody<Q> {
             && !body.is_end_stream()
         {
             is_arriving = true;
-            if !has_unknown_length(&body) {
-                permit.arrives();
-            }
             if permit.is_measured() || permit.limits().is_some() {
                 followed = Some(permit.clone());
             }
@@ -131,7 +128,7 @@ fn length<E>(polled: &Poll<Option<Result<Frame<Bytes>, E>>>) -> Poll<usize> {
     }
 }
 
-fn has_unknown_length(body: &impl Body) -> bool {
+pub(super) fn has_unknown_length(body: &impl Body) -> bool {
     body.size_hint().exact().is_none()
 }
 

@@ -95,11 +95,8 @@ impl Endpoints {
     /// The additional paths with admin commands.
     pub const ADMIN_PATHS: &[&str] = &[
         "/memory/purge",
-        #[cfg(feature = "device")]
         "/memory/trim",
-        #[cfg(feature = "device")]
         "/memory/sleep",
-        #[cfg(feature = "device")]
         "/memory/wake",
         "/memory/unload",
         "/memory/fit",
@@ -513,6 +510,10 @@ fn host(snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Value {
     })
 }
 
+fn stall((kind, avg10, total): (&'static str, f64, Duration)) -> (&'static str, Value) {
+    (kind, json!({ "avg10": avg10, "total_seconds": total.as_secs_f64() }))
+}
+
 fn bound(bound: &LimitBound) -> Value {
     json!({
         "source": bound.source.name(),
@@ -522,10 +523,6 @@ fn bound(bound: &LimitBound) -> Value {
         "scope": bound.scope,
         "freshness": bound.freshness,
     })
-}
-
-fn stall((kind, avg10, total): (&'static str, f64, Duration)) -> (&'static str, Value) {
-    (kind, json!({ "avg10": avg10, "total_seconds": total.as_secs_f64() }))
 }
 
 fn heap_figures(heap: &HeapSnapshot, snapshot: &MemorySnapshot) -> Value {

@@ -44,13 +44,6 @@ pub(super) struct ExemptPaths {
 }
 
 impl ExemptPaths {
-    /// Returns the paths of health checks.
-    pub(super) fn of_health() -> Self {
-        let mut paths = Self::default();
-        paths.add(HEALTH_PATHS);
-        paths
-    }
-
     /// Adds paths.
     pub(super) fn add<P: Into<String>>(&mut self, paths: impl IntoIterator<Item = P>) {
         self.paths.extend(paths.into_iter().map(Into::into));

@@ -166,23 +166,14 @@ fn mappings(found: &Mappings) -> Value {
 
 /// Returns the history by column, so that names appear once.
 fn history(points: &[HistorySample]) -> Value {
-    let bytes = |of: fn(&HistorySample) -> ByteSize| -> Vec<u64> {
-        points.iter().map(|point| of(point).get()).collect()
-    };
-    let columns = json!({
-        "at_seconds": points.iter().map(|point| seconds(point.at)).collect::<Vec<_>>(),
-        "physical_bytes": bytes(|point| point.physical),
-        "heap_live_bytes": bytes(|point| point.heap_live),
-        "heap_retained_bytes": bytes(|point| point.heap_retained),
-    });
-    #[cfg(feature = "device")]
-    let columns = {
-        let mut columns = columns;
-        columns["device_live_bytes"] = bytes(|point| point.device_live).into();
-        columns["device_retained_bytes"] = bytes(|point| point.device_retained).into();
-        columns
-    };
-    columns
+    json!({
+        "at_seconds": column(points, |point| seconds(point.at)),
+        "physical_bytes": column(points, |point| point.physical.get()),
+        "heap_live_bytes": column(points, |point| point.heap_live.get()),
+        "heap_retained_bytes": column(points, |point| point.heap_retained.get()),
+        "device_live_bytes": column(points, |point| point.device_live.get()),
+        "device_retained_bytes": column(points, |point| point.device_retained.get()),
+    })
 }
 
 fn event(event: &Event) -> Value {
@@ -359,7 +350,7 @@ fn columns(samples: &[FlightSample]) -> Value {
     })
 }
 
-fn column<T: Serialize>(samples: &[FlightSample], of: impl Fn(&FlightSample) -> T) -> Value {
+fn column<S, T: Serialize>(samples: &[S], of: impl Fn(&S) -> T) -> Value {
     samples.iter().map(|sample| json!(of(sample))).collect()
 }
 

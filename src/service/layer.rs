@@ -51,10 +51,10 @@ use lowtide_admission::{Admission, Budget, Cost, Permit, Priority, Rejected};
 use lowtide_heap::is_measured;
 
 use super::admin::is_secret;
-use super::body::{RequestBody, ResponseBody};
+use super::body::{RequestBody, ResponseBody, has_unknown_length};
 use super::connections::{ConnectionState, Upgraded};
 use super::estimate::{ContentLength, Estimate, UNDECLARED, body_length, note_length};
-use super::exempt::{ExemptPaths, ExemptShare};
+use super::exempt::{ExemptPaths, ExemptShare, HEALTH_PATHS};
 use super::load_report::{Carrier, LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReports};
 use super::permit::{
     ARRIVAL_WINDOW, QueuePlace, RequestHolds, RequestPermit, RequestTerms, ResumeOptions,
@@ -146,7 +146,7 @@ impl<E: Estimate> MemoryLayer<E> {
             admission,
             estimate: Arc::new(estimate),
             exempt: None,
-            exempt_paths: ExemptPaths::of_health(),
+            exempt_paths: ExemptPaths::default(),
             reject: Arc::new(negotiated),
             needs: Arc::default(),
             hasher: RandomState::default(),
@@ -159,7 +159,8 @@ impl<E: Estimate> MemoryLayer<E> {
             load_reports: None,
             clock: Arc::new(SystemClock::new()),
         };
-        Self { settings: Arc::new(settings), _estimate: PhantomData }
+        let layer = Self { settings: Arc::new(settings), _estimate: PhantomData };
+        layer.exempt_paths(HEALTH_PATHS)
     }
 
     fn settings(&mut self) -> &mut LayerSettings {
@@ -616,7 +617,7 @@ impl<E: Estimate> MemoryLayer<E> {
             limits: if has_limits { settings.time_limits(head, priority) } else { None },
         };
         let holds = RequestHolds { permit, need, share, slot, enters };
-        Ok(RequestPermit::new(terms, holds, is_arriving))
+        Ok(RequestPermit::new(terms, holds, (is_arriving, !has_unknown_length(body))))
     }
 
     /// Returns `true` if this permit, of a layer outside, is of this admission, so that the request
@@ -629,16 +630,6 @@ impl<E: Estimate> MemoryLayer<E> {
             log!(warn, path, "memory layer inside another one is ignored");
         }
         has_admitted
-    }
-
-    /// Lets a request wait that was refused, if it may fit later.
-    fn wait(&self, head: &Parts, refused: &NotAdmitted) -> Option<Waiting> {
-        let LayerSettings { admission, max_wait, .. } = &*self.settings;
-        if max_wait.is_zero() || !refused.rejected.may_wait() {
-            return None;
-        }
-        let tenant = head.extensions.get().map_or(0, |tenant| self.number_of(tenant));
-        admission.state().wait(refused.cost, refused.priority, tenant, Some(*max_wait))
     }
 
     /// Returns the number under which the requests of a tenant keep their order.
@@ -676,7 +667,7 @@ impl<E: Estimate> MemoryLayer<E> {
         }
     }
 
-    /// Rejects a request: its body is read, and then it is answered.
+    /// Counts and logs a rejection: its body is read, and then it is answered.
     fn turn_away<S, F, Q: Body>(
         &self,
         head: &Parts,
@@ -684,18 +675,13 @@ impl<E: Estimate> MemoryLayer<E> {
         rejected: Rejected,
     ) -> RequestState<S, E, F, Q> {
         let settings = &self.settings;
+        let rejected = settings.admission.state().reject(rejected);
+        log!(debug, %rejected, path = head.uri.path(), "request rejected");
         let rate = settings.min_data_rate.filter(|_| settings.admission.is_managed());
         let pace = || Some(RegisteredPace::new(rate?, &settings.admission));
-        let rest = Box::pin(Drain::new(head, body, self.reject(head, rejected), pace));
+        let answer = (settings.reject)(&rejected, head);
+        let rest = Box::pin(Drain::new(head, body, answer, pace));
         RequestState::Rejected { rest, reports: settings.load_reports.clone() }
-    }
-
-    /// Counts and logs a rejection, and returns the answer.
-    fn reject(&self, head: &Parts, rejected: Rejected) -> Response<String> {
-        let rejected = self.settings.admission.state().reject(rejected);
-        let path = head.uri.path();
-        log!(debug, %rejected, path, "request rejected");
-        (self.settings.reject)(&rejected, head)
     }
 }
 
@@ -875,8 +861,15 @@ impl<S: Clone, E: Estimate> MemoryService<S, E> {
         body: Q,
         refused: NotAdmitted,
     ) -> RequestState<S, E, F, Q> {
-        let Some(waiting) = self.layer.wait(&head, &refused) else {
-            return self.layer.turn_away(&head, body, refused.rejected);
+        let LayerSettings { admission, max_wait, .. } = &*self.layer.settings;
+        let NotAdmitted { rejected, cost, priority } = refused;
+        let wait = || {
+            let tenant = head.extensions.get().map_or(0, |tenant| self.layer.number_of(tenant));
+            admission.state().wait(cost, priority, tenant, Some(*max_wait))
+        };
+        let may_wait = !max_wait.is_zero() && rejected.may_wait();
+        let Some(waiting) = may_wait.then(wait).flatten() else {
+            return self.layer.turn_away(&head, body, rejected);
         };
         // The service that is ready, not its clone, is called later.
         let next = self.inner.clone();

@@ -65,7 +65,7 @@ impl TimeLimits {
     ) -> Self {
         Self {
             max_hold,
-            paces: rate.map(|rate| (Pace::of_request(rate), Pace::of_response(rate))),
+            paces: rate.map(|rate| (Pace::new(rate, ByteSize::ZERO), Pace::new(rate, BUFFERED))),
             connection,
             unsent: AtomicU32::new(0),
             is_cut: AtomicBool::new(false),
@@ -211,20 +211,11 @@ impl PaceState {
 }
 
 impl Pace {
-    /// Creates the pace of a request's body.
-    pub(super) fn of_request(rate: MinDataRate) -> Self {
-        Self::new(rate, rate.grace)
-    }
-
-    /// Creates the pace of a response's body.
-    pub(super) fn of_response(rate: MinDataRate) -> Self {
-        Self::new(rate, rate.grace.saturating_add(rate.time_of(BUFFERED)))
-    }
-
-    fn new(rate: MinDataRate, most: Duration) -> Self {
+    /// Creates the pace of a body of which so many bytes may be in buffers.
+    fn new(rate: MinDataRate, buffered: ByteSize) -> Self {
         let (credit, since, waker, woken_at) = (rate.grace, None, None, None);
-        let state = PaceState { credit, since, waker, woken_at, vain: 0 };
-        Self { rate, most, state: Mutex::new(state) }
+        let state = Mutex::new(PaceState { credit, since, waker, woken_at, vain: 0 });
+        Self { rate, most: rate.grace.saturating_add(rate.time_of(buffered)), state }
     }
 
     /// Ends the wait for the client, and adds the time of so many bytes to the credit.
@@ -306,7 +297,7 @@ pub(super) struct RegisteredPace {
 
 impl RegisteredPace {
     pub(super) fn new(rate: MinDataRate, admission: &Admission) -> Arc<Self> {
-        let (admission, pace) = (admission.clone(), Pace::of_request(rate));
+        let (admission, pace) = (admission.clone(), Pace::new(rate, ByteSize::ZERO));
         let registered = Arc::new(Self { admission, pace });
         registered.admission.state().register(Arc::new(WeakPace(Arc::downgrade(&registered))));
         registered
@@ -393,7 +384,7 @@ mod tests {
     #[test]
     fn a_body_at_the_minimum_rate_never_ends_and_a_slower_one_does() {
         for (bytes, is_enough) in [(1000, true), (999, false), (1, false)] {
-            let (pace, mut now) = (Pace::of_request(rate(1000)), Moment::ORIGIN);
+            let (pace, mut now) = (Pace::new(rate(1000), ByteSize::ZERO), Moment::ORIGIN);
             let mut seconds = 0;
             while seconds < 100_000 && waits(&pace, &mut now, SECOND) {
                 pace.received(bytes, now);
@@ -406,7 +397,7 @@ mod tests {
     /// A client that is fast at first must not earn the time to hold its request for hours.
     #[test]
     fn a_request_earns_no_more_than_the_grace_period() {
-        let (pace, mut now) = (Pace::of_request(rate(1000)), Moment::ORIGIN);
+        let (pace, mut now) = (Pace::new(rate(1000), ByteSize::ZERO), Moment::ORIGIN);
         assert!(waits(&pace, &mut now, SECOND));
         pace.received(1 << 30, now);
         assert!(waits(&pace, &mut now, GRACE - SECOND));
@@ -415,7 +406,7 @@ mod tests {
 
     #[test]
     fn only_the_time_of_waits_counts() {
-        let (pace, mut now) = (Pace::of_request(rate(1000)), Moment::ORIGIN);
+        let (pace, mut now) = (Pace::new(rate(1000), ByteSize::ZERO), Moment::ORIGIN);
         for _ in 0..9 {
             assert!(waits(&pace, &mut now, SECOND));
             pace.received(0, now);
@@ -428,7 +419,7 @@ mod tests {
     #[test]
     fn time_in_which_the_service_stands_still_is_not_the_clients() {
         for standstill in [GRACE, 100 * GRACE] {
-            let (pace, mut now) = (Pace::of_request(rate(1000)), Moment::ORIGIN);
+            let (pace, mut now) = (Pace::new(rate(1000), ByteSize::ZERO), Moment::ORIGIN);
             // The thread of the task is blocked, also when little credit is left.
             for credit in [GRACE, SECOND, TICK] {
                 assert!(waits(&pace, &mut now, GRACE - credit));
@@ -444,7 +435,7 @@ mod tests {
             now = now + standstill;
             assert!(waits(&pace, &mut now, SECOND));
             assert!(!waits(&pace, &mut now, GRACE), "the client is silent");
-            let (pace, mut now) = (Pace::of_response(rate(1 << 20)), now);
+            let (pace, mut now) = (Pace::new(rate(1 << 20), BUFFERED), now);
             pace.send(0, now);
             now = now + standstill;
             assert!(!pace.is_spent(now));
@@ -455,12 +446,12 @@ mod tests {
     #[test]
     fn a_large_part_of_a_response_may_take_its_time_and_that_of_the_buffers() {
         let rate = rate(ByteSize::mib(1).get());
-        let (pace, mut now) = (Pace::of_response(rate), Moment::ORIGIN);
+        let (pace, mut now) = (Pace::new(rate, BUFFERED), Moment::ORIGIN);
         pace.send(100 << 20, now);
         assert!(!is_spent_after(&pace, &mut now, GRACE + 99 * SECOND));
         assert!(is_spent_after(&pace, &mut now, SECOND));
         // Of what was taken at once, no more than the buffers hold counts.
-        let (pace, mut now) = (Pace::of_response(rate), Moment::ORIGIN);
+        let (pace, mut now) = (Pace::new(rate, BUFFERED), Moment::ORIGIN);
         pace.send(100 << 20, now);
         pace.send(0, now + SECOND);
         now = now + SECOND;
@@ -470,7 +461,7 @@ mod tests {
 
     #[test]
     fn without_a_rate_any_byte_within_the_grace_period_is_enough() {
-        let (pace, mut now) = (Pace::of_request(rate(0)), Moment::ORIGIN);
+        let (pace, mut now) = (Pace::new(rate(0), ByteSize::ZERO), Moment::ORIGIN);
         for _ in 0..1000 {
             assert!(waits(&pace, &mut now, GRACE - SECOND));
             pace.received(1, now);

@@ -1,5 +1,5 @@
 //! Admin commands over HTTP: `POST /memory/purge`, `trim`, `sleep`, `wake`, `unload`, `fit` and
-//! `admission`; `trim`, `sleep` and `wake` need the feature `device`. `GET /memory/profile`
+//! `admission`; `trim`, `sleep` and `wake` find an arena only with the feature `device`. `GET /memory/profile`
 //! answers with the live heap by call stack, in the format of `pprof`. It is taken on the caller's
 //! thread, which it blocks for some milliseconds. It reveals names of files and addresses, so it
 //! needs the authorization of commands.
@@ -82,7 +82,7 @@ impl Admin {
     ) -> Option<Response<String>> {
         let path = request.uri().path();
         let command = path.strip_prefix("/memory/")?;
-        let command = AdminCommand::NAMES.iter().copied().find(|name| *name == command)?;
+        let command = AdminCommand::NAMES.into_iter().find(|name| *name == command)?;
         if *request.method() != Method::POST {
             return Some(wrong_method(request.method(), "POST"));
         }

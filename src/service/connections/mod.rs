@@ -14,6 +14,8 @@
 //!
 //! It does not look at addresses, and knows neither TLS nor the frames of HTTP.
 
+#[cfg(all(feature = "axum", feature = "tokio"))]
+mod app;
 mod requests;
 #[cfg(feature = "tokio")]
 mod tcp;
@@ -31,9 +33,9 @@ use crate::metrics::record::{CloseReason, OPEN};
 use crate::sync::lock;
 use lowtide_admission::{Admission, AdmissionStats, Budget, Level, RejectReason};
 
-pub use requests::{ConnectionBody, ConnectionFuture, ConnectionService};
 #[cfg(all(feature = "axum", feature = "tokio"))]
-pub use tcp::ConnectionApp;
+pub use app::ConnectionApp;
+pub use requests::{ConnectionBody, ConnectionFuture, ConnectionService};
 #[cfg(feature = "tokio")]
 pub use tcp::{ConnectionListener, ConnectionStream};
 

@@ -18,10 +18,6 @@
 //! first to be closed for another one.
 
 use std::collections::VecDeque;
-#[cfg(feature = "axum")]
-use std::convert::Infallible;
-#[cfg(feature = "axum")]
-use std::future::Ready;
 use std::future::{Future, poll_fn};
 use std::io;
 use std::net::SocketAddr;
@@ -31,31 +27,19 @@ use std::sync::atomic::Ordering;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-#[cfg(feature = "axum")]
-use axum::{body::Body, serve::IncomingStream};
-#[cfg(feature = "axum")]
-use http::{Request, Response};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Sleep, sleep};
-#[cfg(feature = "axum")]
-use tower_service::Service;
 
 use crate::clock::Moment;
 use crate::service::DRAIN_MAX;
 use crate::sync::lock;
 
 use super::{CloseReason, Connection, ConnectionState, Connections, PACE, TEND_EVERY};
-#[cfg(feature = "axum")]
-use super::{ConnectionBody, ConnectionService};
 
 /// The time for which no further connection is accepted after one was refused. A client that
 /// connects again at once waits in the queue of the listener meanwhile, and costs little.
 const REFUSED_PAUSE: Duration = Duration::from_millis(1);
-
-/// The pause after an error of `accept`, mostly a lack of descriptors.
-#[cfg(feature = "axum")]
-const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// The pause while no connection is open, which the next one ends.
 const IDLE: Duration = Duration::from_secs(3600);
@@ -79,7 +63,7 @@ impl Connections {
 /// A TCP listener that accepts connections for which there is a place.
 #[derive(Debug)]
 pub struct ConnectionListener {
-    listener: TcpListener,
+    pub(super) listener: TcpListener,
     connections: Connections,
     /// With the time until which each waits.
     waiting: VecDeque<(TcpStream, SocketAddr, Moment)>,
@@ -198,95 +182,6 @@ impl ConnectionListener {
     }
 }
 
-/// For `axum::serve`, with a [`ConnectionApp`]. A connection that is to be closed ends with an error
-/// of its stream.
-#[cfg(feature = "axum")]
-impl axum::serve::Listener for ConnectionListener {
-    type Io = ConnectionStream;
-    type Addr = SocketAddr;
-
-    async fn accept(&mut self) -> (ConnectionStream, SocketAddr) {
-        // Ends with the next connection.
-        loop {
-            match Self::accept(self).await {
-                Ok((connection, mut stream, from)) => {
-                    stream.connection = Some(connection);
-                    return (stream, from);
-                }
-                Err(error) => {
-                    log!(warn, %error, "connection not accepted");
-                    sleep(ACCEPT_PAUSE).await;
-                }
-            }
-        }
-    }
-
-    fn local_addr(&self) -> io::Result<SocketAddr> {
-        self.listener.local_addr()
-    }
-}
-
-/// An application of axum on the connections of a [`ConnectionListener`]. It takes two allocations
-/// for each request.
-///
-/// ```
-/// use axum::{Router, routing::get};
-/// use lowtide::{Memory, service::{ConnectionApp, Connections}};
-///
-/// async fn serve(memory: &Memory, listener: tokio::net::TcpListener) -> std::io::Result<()> {
-///     let app: Router = Router::new().route("/", get(async || "hello")).layer(memory.layer());
-///     let connections = Connections::new(memory.admission(), 1024);
-///     axum::serve(connections.listen(listener), ConnectionApp::new(app)).await
-/// }
-/// ```
-#[cfg(feature = "axum")]
-#[derive(Clone, Debug)]
-pub struct ConnectionApp<S>(S);
-
-#[cfg(feature = "axum")]
-impl<S> ConnectionApp<S> {
-    /// Creates one of an application such as a `Router`.
-    pub const fn new(app: S) -> Self {
-        Self(app)
-    }
-}
-
-#[cfg(feature = "axum")]
-impl<S: Clone> Service<IncomingStream<'_, ConnectionListener>> for ConnectionApp<S> {
-    type Response = ConnectionApp<ConnectionService<S>>;
-    type Error = Infallible;
-    type Future = Ready<Result<Self::Response, Infallible>>;
-
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, stream: IncomingStream<'_, ConnectionListener>) -> Self::Future {
-        let ConnectionStream { state, connections, .. } = stream.io();
-        std::future::ready(Ok(ConnectionApp(connections.service(state, self.0.clone()))))
-    }
-}
-
-#[cfg(feature = "axum")]
-impl<S> Service<Request<Body>> for ConnectionApp<ConnectionService<S>>
-where
-    S: Service<Request<ConnectionBody<Body>>, Response = Response<Body>, Error = Infallible>,
-    S::Future: Send + 'static,
-{
-    type Response = Response<Body>;
-    type Error = Infallible;
-    type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
-
-    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
-        self.0.poll_ready(cx)
-    }
-
-    fn call(&mut self, request: Request<Body>) -> Self::Future {
-        let answer = self.0.call(request);
-        Box::pin(async { Ok(answer.await?.map(Body::new)) })
-    }
-}
-
 impl Connections {
     /// Waits until a place is free.
     fn poll_free(&self, cx: &Context<'_>) -> Poll<()> {
@@ -313,10 +208,10 @@ impl Connections {
 #[derive(Debug)]
 pub struct ConnectionStream {
     stream: TcpStream,
-    state: Arc<ConnectionState>,
-    connections: Connections,
+    pub(super) state: Arc<ConnectionState>,
+    pub(super) connections: Connections,
     /// Its place, if nothing else drops the stream once it is to be closed.
-    connection: Option<Connection>,
+    pub(super) connection: Option<Connection>,
     has_shut_down: bool,
     /// The bytes that were discarded after the shutdown.
     discarded: u64,

@@ -27,14 +27,6 @@ pub(super) struct LoadReport {
     pub(super) ledgers: Vec<Option<f64>>,
 }
 
-/// Returns the name of the metric of a ledger.
-fn ledger_name(nth: usize) -> String {
-    match nth.checked_sub(1) {
-        None => "host_utilization".to_owned(),
-        Some(device) => format!("device{device}_utilization"),
-    }
-}
-
 /// Rounds to millionths, so that no number is longer than it says.
 fn rounded(value: f64) -> f64 {
     (value * 1e6).round() / 1e6
@@ -54,10 +46,9 @@ impl LoadReport {
     }
 
     fn named_metrics(&self) -> impl Iterator<Item = (String, f64)> {
-        self.ledgers
-            .iter()
-            .enumerate()
-            .filter_map(|(nth, value)| Some((ledger_name(nth), (*value)?)))
+        let devices = (0..).map(|device| format!("device{device}_utilization"));
+        let names = std::iter::once("host_utilization".to_owned()).chain(devices);
+        names.zip(&self.ledgers).filter_map(|(name, value)| Some((name, (*value)?)))
     }
 
     /// Returns the value of the header `endpoint-load-metrics`.

@@ -22,8 +22,8 @@
 mod message;
 mod service;
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -69,12 +69,11 @@ pub(super) struct LoadReports {
     /// Responses, and the failures among them, since the start.
     responses: AtomicU64,
     errors: AtomicU64,
-    encoded: RwLock<Encoded>,
-    rates: Mutex<Rates>,
+    encoded: Mutex<Encoded>,
     streams: Streams,
 }
 
-/// A report as it is sent.
+/// A report as it is sent, and what the next one continues.
 #[derive(Debug)]
 struct Encoded {
     /// Its time, by [`LoadReports::time`].
@@ -87,6 +86,7 @@ struct Encoded {
     metadata: HeaderValue,
     /// The message of a stream, with its prefix.
     message: Bytes,
+    rates: Rates,
 }
 
 /// How a response carries its report.
@@ -108,19 +108,19 @@ impl LoadReports {
             header: HeaderValue::from_static(""),
             metadata: HeaderValue::from_static(""),
             message: Bytes::new(),
+            rates: Rates::new(now, counts),
         };
         let reports = Self {
             state: published_state(&admission),
             birth: Birth::now(),
             responses: AtomicU64::new(0),
             errors: AtomicU64::new(0),
-            encoded: RwLock::new(empty),
-            rates: Mutex::new(Rates::new(now, counts)),
+            encoded: Mutex::new(empty),
             streams: Streams::default(),
             admission,
             clock,
         };
-        reports.encode(&mut lock(&reports.rates), reports.time());
+        reports.encode(&mut lock(&reports.encoded), reports.time());
         reports
     }
 
@@ -134,23 +134,14 @@ impl LoadReports {
             self.errors.fetch_add(1, Ordering::Relaxed);
         }
         let headers = response.headers_mut();
+        headers.remove(&METRICS);
+        headers.remove(&METRICS_BIN);
         match carrier {
-            None => {
-                headers.remove(&METRICS_BIN);
-                self.with_current(|encoded| headers.insert(&METRICS, encoded.header.clone()));
-                Carrier::Head
-            }
-            Some(Carrier::Head) => {
-                headers.remove(&METRICS);
-                self.put_metadata(headers);
-                Carrier::Head
-            }
-            Some(Carrier::Trailers) => {
-                headers.remove(&METRICS);
-                headers.remove(&METRICS_BIN);
-                Carrier::Trailers
-            }
+            None => self.put(&METRICS, |encoded| &encoded.header, headers),
+            Some(Carrier::Head) => self.put(&METRICS_BIN, |encoded| &encoded.metadata, headers),
+            Some(Carrier::Trailers) => {}
         }
+        carrier.unwrap_or(Carrier::Head)
     }
 
     /// Adds the report to the trailers of a gRPC response, and counts it if it failed.
@@ -159,12 +150,12 @@ impl LoadReports {
             self.errors.fetch_add(1, Ordering::Relaxed);
         }
         trailers.remove(&METRICS);
-        self.put_metadata(trailers);
+        self.put(&METRICS_BIN, |encoded| &encoded.metadata, trailers);
     }
 
     /// Returns the report as a message of gRPC; `None` in a forked child.
     fn message(&self) -> Option<Bytes> {
-        self.with_current(|encoded| encoded.message.clone())
+        self.current(|encoded| encoded.message.clone())
     }
 
     /// Returns `true` if a service streams the reports.
@@ -184,30 +175,35 @@ impl LoadReports {
         self.errors.fetch_add(1, Ordering::Relaxed);
     }
 
-    fn put_metadata(&self, headers: &mut HeaderMap) {
-        self.with_current(|encoded| headers.insert(&METRICS_BIN, encoded.metadata.clone()));
+    fn put(
+        &self,
+        name: &'static HeaderName,
+        value: fn(&Encoded) -> &HeaderValue,
+        headers: &mut HeaderMap,
+    ) {
+        if let Some(value) = self.current(|encoded| value(encoded).clone()) {
+            headers.insert(name, value);
+        }
     }
 
-    /// Encodes the report again if it is stale, and uses it. Does nothing in a forked child, in
-    /// which a thread of the parent may hold the lock.
+    /// Encodes the report again if it is stale, and returns a part of it. `None` in a forked child,
+    /// in which a thread of the parent may hold the lock.
     #[inline]
-    fn with_current<T>(&self, add: impl FnOnce(&Encoded) -> T) -> Option<T> {
+    fn current<T>(&self, part: impl FnOnce(&Encoded) -> T) -> Option<T> {
         if !self.birth.is_here() {
             return None;
         }
-        let time = self.time();
-        let mut encoded = self.encoded();
-        if self.is_stale(&encoded, time) {
-            drop(encoded);
-            self.refresh(time);
-            encoded = self.encoded();
+        let (time, mut encoded) = (self.time(), lock(&self.encoded));
+        let is_old = if self.state.is_some() {
+            time != encoded.at
+        } else {
+            Duration::from_nanos(time.saturating_sub(encoded.at)) >= AGE_MAX
+        };
+        let sheds = self.admission.state().sheds_total();
+        if is_old || (sheds != encoded.sheds && !encoded.is_shedding) {
+            self.encode(&mut encoded, time);
         }
-        Some(add(&encoded))
-    }
-
-    #[inline]
-    fn encoded(&self) -> RwLockReadGuard<'_, Encoded> {
-        self.encoded.read().unwrap_or_else(PoisonError::into_inner)
+        Some(part(&encoded))
     }
 
     /// Returns the time of the control loop's last tick, or without one the time, in nanoseconds.
@@ -218,67 +214,27 @@ impl LoadReports {
         u64::try_from(at.since_origin().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    #[inline]
-    fn is_stale(&self, encoded: &Encoded, time: u64) -> bool {
-        let is_old = if self.state.is_some() {
-            time != encoded.at
-        } else {
-            Duration::from_nanos(time.saturating_sub(encoded.at)) >= AGE_MAX
-        };
-        is_old || self.has_unreported_sheds(encoded)
-    }
-
-    /// Returns `true` if requests were rejected since the report was encoded, and it reports no
-    /// shedding.
-    #[inline]
-    fn has_unreported_sheds(&self, encoded: &Encoded) -> bool {
-        self.admission.state().sheds_total() != encoded.sheds && !encoded.is_shedding
-    }
-
-    /// Encodes the report, unless another thread does.
+    /// Encodes the report again.
     #[cold]
     #[inline(never)]
-    fn refresh(&self, time: u64) {
-        let has_unreported_sheds = self.has_unreported_sheds(&self.encoded());
-        let mut rates = if has_unreported_sheds {
-            lock(&self.rates)
-        } else {
-            match self.rates.try_lock() {
-                Ok(rates) => rates,
-                Err(std::sync::TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-                Err(std::sync::TryLockError::WouldBlock) => return,
-            }
-        };
-        let is_stale = self.is_stale(&self.encoded(), time);
-        if is_stale {
-            self.encode(&mut rates, time);
-        }
-    }
-
-    fn encode(&self, rates: &mut Rates, time: u64) {
+    fn encode(&self, encoded: &mut Encoded, time: u64) {
         let now = self.clock.now();
         let [responses, errors] =
             [&self.responses, &self.errors].map(|count| count.load(Ordering::Relaxed));
         let counts = counts(&self.admission, responses, errors);
-        rates.add(now, counts);
-        let is_shedding = self.admission.state().has_waiting()
+        encoded.rates.add(now, counts);
+        encoded.is_shedding = self.admission.state().has_waiting()
             || self.is_ending()
-            || rates.shed_at.is_some_and(|at| now - at < SHED_SHOWN);
-        let report = self.report(rates, is_shedding);
+            || encoded.rates.shed_at.is_some_and(|at| now - at < SHED_SHOWN);
+        let report = self.report(&encoded.rates, encoded.is_shedding);
         let message = report.message();
         let value = |text: String| {
             let value = HeaderValue::from_maybe_shared(Bytes::from(text));
             value.unwrap_or_else(|_| HeaderValue::from_static(""))
         };
-        let encoded = Encoded {
-            at: time,
-            sheds: counts[SHEDS],
-            is_shedding,
-            header: value(report.header()),
-            metadata: value(base64(&message)),
-            message: Bytes::from(framed(&message)),
-        };
-        *self.encoded.write().unwrap_or_else(PoisonError::into_inner) = encoded;
+        (encoded.at, encoded.sheds) = (time, counts[SHEDS]);
+        (encoded.header, encoded.metadata) = (value(report.header()), value(base64(&message)));
+        encoded.message = Bytes::from(framed(&message));
     }
 
     fn report(&self, rates: &Rates, is_shedding: bool) -> LoadReport {

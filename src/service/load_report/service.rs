@@ -199,7 +199,7 @@ impl<Q: Body> LoadReportStream<Q> {
             *this.due = now();
         }
         if now() < *this.due {
-            place.wait(*this.due, cx.waker());
+            place.wait(Some((*this.due, cx.waker())));
             // The control loop may have looked before that.
             if now() >= *this.due || reports.is_ending() {
                 cx.waker().wake_by_ref();
@@ -290,13 +290,9 @@ pub(super) struct StreamSlot {
 
 impl StreamSlot {
     /// Wakes the task when it is due, by the control loop's clock. It has to look at the time again
-    /// after this.
-    pub(super) fn wait(&self, due: Moment, waker: &Waker) {
-        self.replace_waiting(Some((self.number, due, waker.clone())));
-    }
-
-    /// Replaces its place among those that wait. The former waker is dropped without the lock.
-    fn replace_waiting(&self, new: Option<(u64, Moment, Waker)>) {
+    /// after this. The former waker is dropped without the lock.
+    fn wait(&self, until: Option<(Moment, &Waker)>) {
+        let new = until.map(|(due, waker)| (self.number, due, waker.clone()));
         let mut waiting = lock(&self.reports.streams.waiting);
         let at = waiting.iter().position(|(number, ..)| *number == self.number);
         let before = at.map(|at| waiting.swap_remove(at));
@@ -311,7 +307,7 @@ impl Drop for StreamSlot {
         self.reports.streams.count.fetch_sub(1, Ordering::Relaxed);
         // In a forked child another thread may have held the lock.
         if self.reports.birth.is_here() {
-            self.replace_waiting(None);
+            self.wait(None);
         }
     }
 }

@@ -33,13 +33,13 @@ use crate::clock::Moment;
 use crate::sync::atomic::Ordering;
 use lowtide_admission::layer::{REGISTERED_MIN, Turn, Waiting};
 use lowtide_admission::learning::{GROWS_LATE, READS, STREAMS};
-use lowtide_admission::{RejectReason, Rejected};
+use lowtide_admission::{Budget, RejectReason, Rejected};
 use lowtide_heap::{AccountMemory, unmeasured};
 
 use super::RequestPermit;
 use super::record::{
-    ANSWERED, ARRIVES, Admitted, CANCELLED, Lasts, RECEIVES, REGISTERED, RequestTerms,
-    ResumeOptions, SENDS, STARTS, SUSPENDED, TRIAL, enter_turn,
+    ANSWERED, ARRIVES, Admitted, CANCELLED, Lasts, RECEIVES, REGISTERED, RequestHolds,
+    RequestTerms, ResumeOptions, SENDS, STARTS, SUSPENDED, TRIAL, enter_slow_start, enter_turn,
 };
 use crate::service::time_limits::TimeLimits;
 
@@ -97,11 +97,6 @@ impl RequestPermit {
             slot.arrived();
         }
         true
-    }
-
-    /// Records that a body of known length is to arrive.
-    pub(in crate::service) fn arrives(&self) {
-        self.0.owner().progress.set(ARRIVES);
     }
 
     /// Returns `true` if it needs no claim once its handler has answered. A trusted estimate may
@@ -177,27 +172,20 @@ impl RequestPermit {
         self.0.owner().progress.has(SUSPENDED)
     }
 
-    /// Reserves a window for what arrives next of a suspended request's body. Returns `false` if
-    /// the request must resume first.
-    fn may_receive(&self) -> bool {
-        let wanted = self.0.memory().live.saturating_add(ARRIVAL_WINDOW);
-        self.change(|held| held.holds.permit.reserve_arriving(wanted))
-    }
-
-    /// Enters the queue to resume. Returns `None` if it is full, and if the request is never
-    /// suspended.
-    fn wait_to_resume(&self) -> Option<Waiting> {
-        let ResumeOptions { priority, tenant, within } = self.0.owner().terms.resumes?;
-        self.held().holds.permit.wait_to_resume(priority, tenant, within)
-    }
-
     /// Reserves the claim of a suspended request again. Returns `true` if it has entered the slow
     /// start of its route, which counts its work from its next poll on.
     fn resume(&self, waiting: Option<&Waiting>) -> Result<bool, Rejected> {
         let admitted = self.0.owner();
         let Some(ResumeOptions { priority, .. }) = admitted.terms.resumes else { return Ok(false) };
         self.change(|held| {
-            let slot = held.holds.enter(waiting)?;
+            let RequestHolds { enters, need, .. } = &held.holds;
+            let slot = match (enters, need) {
+                (Some((admission, clock)), Some(need)) => {
+                    let room = admission.ledger(Budget::Host).learned_room();
+                    enter_slow_start(need, room, (admitted.state, clock), waiting)?
+                }
+                _ => None,
+            };
             let turn = admitted.terms.turn.as_ref();
             if let Some(turn) = turn {
                 enter_turn(turn, admitted.state, waiting, waiting.is_none())?;
@@ -233,12 +221,18 @@ impl RequestPermit {
             self.go_on();
             return Poll::Ready(());
         }
-        let waiting = &mut place.waiting;
-        if !is_last && waiting.is_none() && self.may_receive() {
-            return Poll::Ready(());
-        }
+        let (waiting, admitted) = (&mut place.waiting, self.0.owner());
         if waiting.is_none() {
-            *waiting = self.wait_to_resume();
+            // A window for what arrives next.
+            let wanted = self.0.memory().live.saturating_add(ARRIVAL_WINDOW);
+            if !is_last && self.change(|held| held.holds.permit.reserve_arriving(wanted)) {
+                return Poll::Ready(());
+            }
+            // `None` if the queue is full, and if the request is never suspended.
+            *waiting =
+                admitted.terms.resumes.and_then(|ResumeOptions { priority, tenant, within }| {
+                    self.held().holds.permit.wait_to_resume(priority, tenant, within)
+                });
         }
         // Ends: each iteration needs a wake of the queue.
         loop {
@@ -254,8 +248,12 @@ impl RequestPermit {
                     return Poll::Pending;
                 }
                 Err(rejected) if is_turn && rejected.may_wait() => {}
+                Err(_) if admitted.progress.has(ANSWERED) => {
+                    self.go_on(); // without its claim
+                    break;
+                }
                 Err(rejected) => {
-                    self.refuse(rejected);
+                    self.end(|| admitted.state.reject(rejected));
                     break;
                 }
             }
@@ -268,18 +266,6 @@ impl RequestPermit {
             return Poll::Pending;
         }
         Poll::Ready(())
-    }
-
-    /// Ends a suspended request for which there was no room in time. If its handler has answered
-    /// already, it goes on without its claim.
-    #[cold]
-    fn refuse(&self, rejected: Rejected) {
-        let admitted = self.0.owner();
-        if admitted.progress.has(ANSWERED) {
-            self.go_on();
-        } else {
-            self.end(|| admitted.state.reject(rejected));
-        }
     }
 
     /// Records that the handler reads no more of the body. If its claim was never reserved, the

@@ -36,7 +36,7 @@ use lowtide_admission::learning::{Compared, GROWS_LATE, SlowStartPermit};
 use lowtide_admission::{Admission, Rejected};
 use lowtide_heap::{Account, AccountMemory, unmeasured};
 
-use super::usage::RequestOrigin;
+use super::usage::{LiveIn, RequestOrigin};
 pub(super) use course::{ARRIVAL_WINDOW, QueuePlace};
 use record::{Admitted, PermitState, TRIAL};
 pub(super) use record::{RequestHolds, RequestTerms, ResumeOptions, enter_slow_start, enter_turn};
@@ -197,19 +197,28 @@ impl RequestPermit {
         let live = self.change(|held| {
             // Read under the lock, so that no thread overwrites a newer report with an older one.
             let live = self.0.memory().live;
-            held.hold(live, admitted.terms.reports);
-            if let Some(need) = &held.holds.need {
+            let before = admitted.reported.swap(live.get(), Ordering::Relaxed);
+            let RequestTerms { origin, reports, .. } = &admitted.terms;
+            let PermitState { holds, live_in, streams, .. } = held;
+            let more = holds.permit.raise(live);
+            if *reports {
+                holds.permit.report(live);
+            }
+            if let Some(share) = &mut holds.share {
+                share.grow(more);
+            }
+            if let Some(need) = &holds.need {
                 need.observe_running(live);
                 let is_late = |before: ByteSize| live > before.scaled(2.0).saturating_add(LATE_MIN);
-                if held.streams.is_some_and(is_late) {
+                if streams.is_some_and(is_late) {
                     need.note(GROWS_LATE);
                 }
+                let new = || LiveIn::new(&holds.permit, origin, need);
+                live_in.get_or_insert_with(new).change(ByteSize::new(before), live);
             }
-            if held.streams.is_some() {
+            if streams.is_some() {
                 held.keep_stream(live);
             }
-            let before = admitted.reported.swap(live.get(), Ordering::Relaxed);
-            held.change_live(&admitted.terms.origin, ByteSize::new(before), live);
             live
         });
         if live >= LARGE_MIN {

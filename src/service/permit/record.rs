@@ -14,7 +14,7 @@ use crate::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 use crate::sync::{Mutex, lock};
 use lowtide_admission::layer::{AdmissionState, Turn, Waiting};
 use lowtide_admission::learning::{Compared, Room, SlowStartPermit};
-use lowtide_admission::{Admission, Budget, Permit, Priority, Rejected, RequestPhase};
+use lowtide_admission::{Admission, Permit, Priority, Rejected, RequestPhase};
 use lowtide_heap::{Account, AccountMemory};
 
 use super::RequestPermit;
@@ -176,13 +176,16 @@ impl RequestPermit {
     pub(in crate::service) fn new(
         terms: RequestTerms,
         mut holds: RequestHolds,
-        has_body: bool,
+        (has_body, is_known): (bool, bool),
     ) -> Self {
         let RequestHolds { permit, slot, .. } = &mut holds;
         if terms.reports {
             permit.report(ByteSize::ZERO);
         }
-        let mut flags = if permit.is_suspended() { SUSPENDED | RECEIVES } else { 0 };
+        let mut flags = if has_body && is_known { ARRIVES } else { 0 };
+        if permit.is_suspended() {
+            flags |= SUSPENDED | RECEIVES;
+        }
         if let Some(slot) = slot {
             slot.begin();
             if !has_body {
@@ -284,18 +287,6 @@ impl Admitted {
 }
 
 impl RequestHolds {
-    /// Enters the slow start of its route, if it starts suspended.
-    pub(super) fn enter(
-        &self,
-        waiting: Option<&Waiting>,
-    ) -> Result<Option<Arc<SlowStartPermit>>, Rejected> {
-        let (Some((admission, clock)), Some(need)) = (&self.enters, &self.need) else {
-            return Ok(None);
-        };
-        let room = admission.ledger(Budget::Host).learned_room();
-        enter_slow_start(need, room, (admission.state(), clock), waiting)
-    }
-
     pub(super) fn grow(&mut self, bytes: ByteSize) -> Result<(), Rejected> {
         let before = self.permit.cost().host;
         self.permit.grow(bytes)?;
@@ -312,26 +303,6 @@ impl PermitState {
     pub(super) fn keep_stream(&mut self, live: ByteSize) {
         let keep = live.max(self.declared).saturating_add(STREAM_WINDOW);
         self.holds.permit.keep(keep);
-    }
-
-    /// Replaces its live bytes in the figures of its route and tenant.
-    pub(super) fn change_live(&mut self, origin: &RequestOrigin, from: ByteSize, to: ByteSize) {
-        if let Some(need) = &self.holds.need {
-            let live_in = || LiveIn::new(&self.holds.permit, origin, need);
-            self.live_in.get_or_insert_with(live_in).change(from, to);
-        }
-    }
-
-    /// Reports bytes that are in use.
-    pub(super) fn hold(&mut self, live: ByteSize, reports: bool) {
-        let RequestHolds { permit, share, .. } = &mut self.holds;
-        let more = permit.raise(live);
-        if reports {
-            permit.report(live);
-        }
-        if let Some(share) = share {
-            share.grow(more);
-        }
     }
 }
 
