@@ -70,11 +70,9 @@ pub struct CeilingParts {
 }
 
 impl CeilingParts {
-    pub(super) const COUNT: usize = 5;
-
     /// Returns all parts with their names in metrics.
     #[must_use]
-    pub const fn by_name(&self) -> [(&'static str, ByteSize); Self::COUNT] {
+    pub const fn by_name(&self) -> [(&'static str, ByteSize); 5] {
         let Self { start, earned, fixed, unlearned, growth } = *self;
         [
             ("start", start),

@@ -571,10 +571,10 @@ impl Ledger {
         ByteSize::new(self.loadable.load(Ordering::Relaxed))
     }
 
-    /// Returns the part of the room for requests that they would have reserved with `more` bytes,
-    /// if resource reservations of `freed` bytes were released: 0 to 1, 1 also if there is no room,
-    /// and 0 without a limit. Never NaN.
-    pub(crate) fn saturation(&self, more: ByteSize, freed: ByteSize) -> f64 {
+    /// Returns the part of the room for requests that they would have reserved with one more of a
+    /// thirty-second of the ceiling, if resource reservations of `freed` bytes were released: 0 to
+    /// 1, 1 also if there is no room, and 0 without a limit. Never NaN.
+    pub(crate) fn saturation(&self, freed: ByteSize) -> f64 {
         let allowance = self.allowance.load(Ordering::Relaxed);
         if allowance == u64::MAX {
             return 0.0;
@@ -582,7 +582,7 @@ impl Ledger {
         let freed = freed.min(self.resource_reservations());
         let room = allowance.saturating_sub(self.units.load(Ordering::Relaxed));
         let room = ByteSize::new(room.saturating_add(self.units_of(freed)));
-        let requests = self.requests().saturating_add(more);
+        let requests = self.requests().saturating_add(few(self.ceiling()));
         if requests >= room { 1.0 } else { requests.as_f64() / room.as_f64() }
     }
 
@@ -733,15 +733,15 @@ mod tests {
     #[test]
     fn the_saturation_of_a_ledger_is_the_part_of_the_room_that_requests_have() {
         let ledger = Ledger::new();
-        let without = |freed| ledger.saturation(ByteSize::ZERO, freed);
+        let without = |freed| ledger.saturation(freed);
         ledger.book_exempt(ByteSize::MAX);
         assert!(without(ByteSize::ZERO).abs() < 1e-9, "without a limit");
         ledger.release(ByteSize::MAX);
         let mut correction = Correction::starting_at(K_START);
         ledger.correct(&mut correction, sample(0, 0));
         let near = |found: f64, part: f64| (found - part).abs() < 1e-6;
-        assert!(near(without(ByteSize::ZERO), 0.0));
-        ledger.try_book(ByteSize::mib(100)).expect("fits"); // of 800 MiB at K = 2
+        assert!(near(without(ByteSize::ZERO), 0.0625), "one more of 25 MiB");
+        ledger.try_book(ByteSize::mib(75)).expect("fits"); // of 800 MiB at K = 2
         assert!(near(without(ByteSize::ZERO), 0.25), "{}", without(ByteSize::ZERO));
         // The room that a resource takes is no room for requests, unless it goes.
         let model = ledger.try_reserve_resource(ByteSize::mib(400)).expect("fits");
@@ -751,7 +751,7 @@ mod tests {
         ledger.release_resource(model);
         ledger.book_exempt(ByteSize::gib(1));
         assert!(near(without(ByteSize::ZERO), 1.0), "more than the room");
-        ledger.release(ByteSize::mib(100 + 1024));
+        ledger.release(ByteSize::mib(75 + 1024));
         ledger.correct(&mut correction, sample(900, 0));
         assert!(near(without(ByteSize::ZERO), 1.0), "no room");
     }

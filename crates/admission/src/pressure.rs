@@ -60,14 +60,6 @@ impl Level {
             _ => Self::Critical,
         }
     }
-
-    const fn one_up(self) -> Self {
-        Self::from_u8(self.as_u8() + 1)
-    }
-
-    const fn one_down(self) -> Self {
-        Self::from_u8(self.as_u8().saturating_sub(1))
-    }
 }
 
 /// The thresholds of elevated, high and critical, as fractions of the limit, and the dwell time.
@@ -86,11 +78,6 @@ impl Thresholds {
     /// Returns the threshold of a level in this list; `None` for [`Level::None`], which has none.
     fn of(list: [f64; 3], level: Level) -> Option<f64> {
         list.get(usize::from(level.as_u8()).checked_sub(1)?).copied()
-    }
-
-    /// Returns the fraction of the limit at which a level is entered; 1 for [`Level::None`].
-    pub(crate) fn up(&self, level: Level) -> f64 {
-        Self::of(self.up, level).unwrap_or(1.0)
     }
 
     /// Returns the highest level whose upper threshold is reached.
@@ -132,19 +119,28 @@ impl PressureTracker {
     /// Updates the state with a sample and returns the level. A limit of [`ByteSize::MAX`] means no
     /// limit; a limit of zero is always exceeded.
     pub(crate) fn update(&mut self, now: Moment, usage: ByteSize, limit: ByteSize) -> Level {
-        let step = self.measure_growth(now, usage);
+        let (then, before) = self.last.replace((now, usage)).unwrap_or((now, usage));
+        let step = now - then;
+        if !step.is_zero() {
+            let newest = (usage.as_f64() - before.as_f64()) / step.as_secs_f64();
+            self.growth += GROWTH_WEIGHT * (newest - self.growth);
+        }
+        // The limit is reached soon at the current growth.
+        let grown = self.growth * step.min(STEP_MAX).as_secs_f64() * TICKS_TO_FULL;
+        let fills_soon = limit != ByteSize::MAX && grown > 0.0;
+        let fills_soon = fills_soon && usage.as_f64() + grown >= limit.as_f64();
         let ratio = ratio(usage, limit);
         let reached = self.thresholds.reached(ratio);
-        let raised = self.fills_soon(usage, limit, step);
-        let target = if raised { reached.one_up() } else { reached };
+        let target = Level::from_u8(reached.as_u8() + u8::from(fills_soon));
+        let down = Thresholds::of(self.thresholds.down, self.level);
         if target > self.level {
             self.enter(target);
-        } else if target == self.level || !self.is_below(ratio) {
+        } else if target == self.level || down.is_none_or(|down| ratio >= down) {
             self.below_since = None;
         } else {
             let since = *self.below_since.get_or_insert(now);
             if now - since >= self.thresholds.dwell {
-                self.enter(self.level.one_down());
+                self.enter(Level::from_u8(self.level.as_u8().saturating_sub(1)));
                 self.below_since = Some(now);
             }
         }
@@ -153,33 +149,8 @@ impl PressureTracker {
     }
 
     fn enter(&mut self, level: Level) {
-        self.level = level;
-        self.below_since = None;
-        if let Some(count) = self.entered.get_mut(usize::from(level.as_u8())) {
-            *count += 1;
-        }
-    }
-
-    /// `true` if usage is below the lower threshold of the current level.
-    fn is_below(&self, ratio: f64) -> bool {
-        Thresholds::of(self.thresholds.down, self.level).is_some_and(|down| ratio < down)
-    }
-
-    /// Updates the average growth and returns the time since the last sample.
-    fn measure_growth(&mut self, now: Moment, usage: ByteSize) -> Duration {
-        let Some((then, before)) = self.last.replace((now, usage)) else { return Duration::ZERO };
-        let step = now - then;
-        if !step.is_zero() {
-            let newest = (usage.as_f64() - before.as_f64()) / step.as_secs_f64();
-            self.growth += GROWTH_WEIGHT * (newest - self.growth);
-        }
-        step
-    }
-
-    /// `true` if the limit is reached within [`TICKS_TO_FULL`] steps at the current growth.
-    fn fills_soon(&self, usage: ByteSize, limit: ByteSize, step: Duration) -> bool {
-        let grown = self.growth * step.min(STEP_MAX).as_secs_f64() * TICKS_TO_FULL;
-        limit != ByteSize::MAX && grown > 0.0 && usage.as_f64() + grown >= limit.as_f64()
+        (self.level, self.below_since) = (level, None);
+        self.entered[level as usize] += 1;
     }
 }
 

@@ -29,7 +29,9 @@ pub(super) struct BudgetAccount {
     /// Requests by class since start.
     pub(super) counts: BudgetCounts,
     fairness: Fairness,
-    pub(super) turns: RateMeter,
+    /// The time of the last tick, and the requests that had ended by then.
+    at: Moment,
+    finished: u64,
 }
 
 impl BudgetAccount {
@@ -42,8 +44,8 @@ impl BudgetAccount {
         let (correction, fairness) =
             (Correction::starting_at(correction_factor), Fairness::default());
         let (pressure, counts) = (PressureTracker::new(thresholds), BudgetCounts::default());
-        let turns = RateMeter::default();
-        Self { admission, budget, pressure, correction, counts, fairness, turns }
+        let (at, finished) = (Moment::ORIGIN, 0);
+        Self { admission, budget, pressure, correction, counts, fairness, at, finished }
     }
 
     pub(super) fn state(&self) -> &'static AdmissionState {
@@ -63,6 +65,14 @@ impl BudgetAccount {
             && ledger.ceiling() == ByteSize::MAX
             && ledger.reserved().is_zero()
             && self.pressure.level == Level::None
+    }
+
+    /// Returns the progress of requests since the last tick.
+    pub(super) fn turnover(&mut self, stats: &AdmissionStats, now: Moment) -> RequestRate {
+        let ended = stats.finished_total.saturating_sub(self.finished);
+        let turnover = RequestRate { time: now - self.at, ended, held: stats.held() };
+        (self.at, self.finished) = (now, stats.finished_total);
+        turnover
     }
 
     /// Updates the allowance and the headroom reserved within it.
@@ -89,12 +99,12 @@ impl BudgetAccount {
     /// memory by its own figures.
     pub(super) fn update_device(&mut self, figures: DeviceFigures, share: f64, now: Moment) {
         let DeviceFigures { committed, idle, limit } = figures;
-        self.state().is_device_lost.store(is_lost(limit), Ordering::Relaxed);
         let limit = limit.unwrap_or(ByteSize::MAX);
+        self.state().is_device_lost.store(limit.is_zero(), Ordering::Relaxed);
         if self.is_unused(committed, limit) {
             return;
         }
-        let turnover = self.turns.next(&self.admission.stats(), now);
+        let turnover = self.turnover(&self.state().counts(), now);
         let ceiling = ceiling(limit, share);
         self.correct(Measured { physical: committed, purgeable: idle, ceiling, turnover });
     }
@@ -111,32 +121,11 @@ pub struct DeviceFigures {
     pub limit: Option<ByteSize>,
 }
 
-/// Returns `true` if a device with this limit is lost.
-pub(super) fn is_lost(limit: Option<ByteSize>) -> bool {
-    limit == Some(ByteSize::ZERO)
-}
-
 /// Returns the most bytes that may be held of a device if requests may fill `share` of its limit.
 pub(super) const fn ceiling(limit: ByteSize, share: f64) -> ByteSize {
     match limit {
         ByteSize::MAX => ByteSize::MAX,
         limit => limit.scaled(share),
-    }
-}
-
-/// The time of the last tick, and the requests that had ended by then.
-#[derive(Debug, Default)]
-pub(super) struct RateMeter {
-    at: Moment,
-    finished: u64,
-}
-
-impl RateMeter {
-    /// Returns the progress of requests since the last tick.
-    pub(super) fn next(&mut self, stats: &AdmissionStats, now: Moment) -> RequestRate {
-        let last = std::mem::replace(self, Self { at: now, finished: stats.finished_total });
-        let ended = stats.finished_total.saturating_sub(last.finished);
-        RequestRate { time: now - last.at, ended, held: stats.held() }
     }
 }
 

@@ -19,6 +19,7 @@ mod state;
 mod worker;
 
 use std::hash::{BuildHasher as _, RandomState};
+use std::iter::{once, repeat};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -28,7 +29,7 @@ use lowtide_core::clock::Moment;
 
 use super::admission::Admission;
 use super::ceiling::{Ceiling, CeilingParts, CeilingSample};
-use super::correction::{Measured, RequestRate};
+use super::correction::Measured;
 use super::cost::{Budget, Cost, RejectReason};
 use super::exhaustion::{Exhaustion, ExhaustionSample};
 use super::limit_advice::LimitSample;
@@ -36,10 +37,13 @@ use super::managed::Resources;
 use super::pressure::{Level, Thresholds};
 use super::reclaim::{ReclaimBackoff, ReclaimPolicy, ReclaimStep};
 use super::signal::{Limit, LimitSource};
+use super::state::AdmissionState;
 use super::tally::AdmissionStats;
 use account::BudgetAccount;
 use purging::{RetainedGrowth, purgeable_now};
-use saturation::{Saturation, taken};
+use saturation::{Saturation, add_utilizations};
+use state::Figures;
+use worker::Pacer;
 
 pub use account::DeviceFigures;
 use jobs::Jobs;
@@ -124,6 +128,24 @@ pub trait Sensor: Send {
 
 /// The shortest time between two looks at a fit in force. A guess: a look costs some 0.1 ms.
 const FIT_INTERVAL: Duration = Duration::from_millis(100);
+/// The place of [`Job::Publish`] among the periodic jobs.
+const PUBLISH: usize = 2;
+
+/// What a tick has found.
+struct Tick {
+    now: Moment,
+    sample: Sample,
+    stats: AdmissionStats,
+    /// `true` if requests wait for room.
+    waits: bool,
+    /// The most memory that the process should use.
+    most: ByteSize,
+    /// The smallest amount for which a purge is worth its cost.
+    worth: ByteSize,
+    /// The same while memory may fill up. It is not more than the reserve holds, or the process
+    /// would exceed its limit without a purge.
+    urgent_worth: ByteSize,
+}
 
 /// The state of the control loop. Owned by one thread.
 pub struct Maintenance {
@@ -138,16 +160,20 @@ pub struct Maintenance {
     device: BudgetAccount,
     further: Vec<BudgetAccount>,
     ceiling: Ceiling,
-    last: Option<Sample>,
-    /// The time for which the next tick is planned.
+    /// The figures of the last tick.
+    figures: Figures,
+    /// The time for which the next tick is planned, and the one at which it comes, since ticks take
+    /// a bounded share of a core.
     planned: Moment,
+    due: Moment,
+    pacer: Pacer,
     /// The requests admitted by the last tick, and the time since which none has arrived or been
     /// held and the heap has not moved, with the sample of then.
     admitted: u64,
     quiet_since: Option<(Moment, Sample)>,
     purged_at: Moment,
-    /// The answer of the function of that name at this tick. The next one then comes at its time,
-    /// whatever ticks cost.
+    /// `true` if little of the limit is left once requests hold what they have reserved. The next
+    /// tick then comes at its time, whatever ticks cost.
     may_fill_up: bool,
     /// The smallest purgeable amount since the last purge began.
     purgeable_low: ByteSize,
@@ -159,12 +185,8 @@ pub struct Maintenance {
     growth: RetainedGrowth,
     exhaustion: Exhaustion,
     saturation: Saturation,
-    decayed_at: Option<Moment>,
-    published_at: Option<Moment>,
-    /// The time of the last device sample.
-    looked_at: Option<Moment>,
-    /// The time when the fit in force was last tended.
-    fit_at: Option<Moment>,
+    /// When each periodic job was last posted.
+    posted: [Option<Moment>; 4],
     /// The state of the jitter's generator, different in each process.
     chance: u64,
 }
@@ -189,6 +211,9 @@ impl Maintenance {
         let (thresholds, factor) = (settings.thresholds, settings.correction_factor);
         let account = |budget| BudgetAccount::new(admission.clone(), budget, thresholds, factor);
         let (host, device) = (account(Budget::Host), account(Budget::Device));
+        // The first sample is no growth.
+        let sample = Sample { physical: ByteSize::MAX, ..Sample::default() };
+        let figures = Figures { sample, ..Figures::default() };
         Ok(Self {
             settings,
             sensor,
@@ -201,8 +226,10 @@ impl Maintenance {
             device,
             further: Vec::new(),
             ceiling: Ceiling::new(settings.ceiling, settings.ceiling_max),
-            last: None,
+            figures,
             planned: Moment::NEVER,
+            due: Moment::ORIGIN,
+            pacer: Pacer::new(settings.share, settings.idle_tick),
             admitted: 0,
             quiet_since: None,
             purged_at: Moment::ORIGIN,
@@ -214,10 +241,7 @@ impl Maintenance {
             growth: RetainedGrowth::new(),
             exhaustion: Exhaustion::new(settings.exhaustion_policy),
             saturation: Saturation::default(),
-            decayed_at: None,
-            published_at: None,
-            looked_at: None,
-            fit_at: None,
+            posted: [None; 4],
             chance: RandomState::new().hash_one(0_u8) | 1,
         })
     }
@@ -255,96 +279,102 @@ impl Maintenance {
         self.planned
     }
 
-    /// Takes a sample, decides, and posts the jobs for the worker. Returns them, the most urgent
-    /// first. Allocates nothing.
+    /// Takes a sample, decides, publishes the figures and posts the jobs for the worker. Returns
+    /// them, the most urgent first. Allocates nothing.
     pub fn tick(&mut self, now: Moment) -> impl Iterator<Item = Job> + Clone + use<> {
-        let freed = self.admission.state().unused.freed();
-        let mut sample = self.sensor.sample(now);
-        // A limit that was known still exists: a failed read must not admit requests.
-        // A fit is none of the kernel's, and has ended.
-        let is_fit = |limit: Limit| limit.source == LimitSource::Fit;
-        if let Some(last) = self.last.filter(|_| !sample.limit.is_known())
-            && !is_fit(last.limit)
-        {
-            sample.limit = last.limit;
-        }
-        self.admission.state().host.taken.store(sample.in_progress.get(), Ordering::Relaxed);
-        // Once: it sums counters of all threads.
-        let stats = self.admission.stats();
-        self.account(&sample, &stats, now);
-        self.record_limits(&sample, &stats, now);
-        self.may_fill_up = self.may_fill_up(&sample);
-        self.admission.state().large.tend(self.host.pressure.level, now);
-        let worth = self.urgent_purge_worth(&sample);
-        let unused = &self.admission.state().unused;
-        unused.publish(
-            freed,
-            [sample.physical, purgeable_now(&sample)],
-            [worth, self.most(&sample)],
-        );
-        self.admission.state().tend_queue(now);
+        let state = self.admission.state();
+        let freed = state.unused.freed();
+        let tick = self.sample(now);
+        let sample = &tick.sample;
+        let mut figures = self.account(&tick);
+        self.record_limits(&tick, figures.limit);
+        // And once a large one that waits for that holds what it needs.
+        let unheld = state.host.unheld().saturating_add(state.unused.wanted());
+        self.may_fill_up = sample.physical.saturating_add(unheld) > tick.most;
+        state.large.tend(self.host.pressure.level, now);
+        let held = [sample.physical, purgeable_now(sample)];
+        state.unused.publish(freed, held, [tick.urgent_worth, tick.most]);
+        state.tend_queue(now);
+        let exhaustion = self.look_for_exhaustion(&tick, &mut figures);
+        figures.saturation = self.saturate(&tick);
+        let decided = [exhaustion, self.decide_purge(&tick)].into_iter();
         let mut jobs = Jobs::default();
-        self.look_for_exhaustion(&sample, &stats, now, &mut jobs);
-        self.saturate(&stats, now);
-        self.decide_purge(&sample, &stats, now, &mut jobs);
-        self.climb(now, &mut jobs);
-        let resources_due = self.resources.next_due();
-        if resources_due <= now {
-            jobs.insert(Job::UnloadIdle);
-        }
-        let device_decay_due = sample.device_decay_due.unwrap_or(Moment::NEVER);
-        if device_decay_due <= now {
-            jobs.insert(Job::DecayDevice);
-        }
-        let sleep_due = self.sleep_due(&sample);
-        if sleep_due <= now {
-            jobs.insert(Job::SleepDevice);
-        }
-        // Without anything to decay, an idle service is not woken for it.
-        let every = self.settings.heap_decay_interval;
-        let every = every.filter(|_| sample.purgeable > sample.decaying);
-        let decay_due = decide(Job::DecayHeap, every, &mut self.decayed_at, now, &mut jobs);
-        // Before they are published.
-        let every = self.settings.device_interval;
-        let look_due = decide(Job::SampleDevice, every, &mut self.looked_at, now, &mut jobs);
-        let every = self.settings.publish_interval;
-        let publish_due = decide(Job::Publish, every, &mut self.published_at, now, &mut jobs);
-        let every = Some(FIT_INTERVAL).filter(|_| sample.has_fit);
-        decide(Job::TendFit, every, &mut self.fit_at, now, &mut jobs);
-        let step = if self.is_active(&sample) {
-            self.settings.active_tick
-        } else {
-            self.settings.idle_tick
-        };
-        let step = self.jittered(step);
-        let due = resources_due.min(device_decay_due).min(sleep_due);
-        let due = due.min(publish_due).min(look_due).min(decay_due);
+        decided.chain(self.climb(now)).flatten().for_each(|job| jobs.insert(job));
+        let due = self.post_due(&tick, &mut jobs);
+        let active_tick = self.settings.active_tick;
+        let is_active = self.is_active(sample);
+        let step = self.jittered(if is_active { active_tick } else { self.settings.idle_tick });
         // A job that is already due has been posted: check again after an active tick at the
         // earliest.
-        let next = due.max(now + self.settings.active_tick).min(now + step);
-        let is_slow = next - now > self.settings.active_tick;
-        self.admission.state().is_slow.store(is_slow, Ordering::Relaxed);
-        self.last = Some(sample);
-        self.planned = next;
+        let next = due.max(now + active_tick).min(now + step);
+        state.is_slow.store(next - now > active_tick, Ordering::Relaxed);
         debug_assert!(next > now, "the next tick is not in the future");
+        (self.figures, self.planned) = (figures, next);
+        self.state.publish(&figures);
         self.state.post_all(jobs);
         jobs
     }
 
-    /// Returns the most memory that the process should use.
-    fn most(&self, sample: &Sample) -> ByteSize {
-        if !sample.limit.is_known() {
-            return ByteSize::MAX;
+    /// Takes a sample.
+    fn sample(&mut self, now: Moment) -> Tick {
+        let (state, mut sample) = (self.admission.state(), self.sensor.sample(now));
+        // A limit that was known still exists: a failed read must not admit requests.
+        // A fit is none of the kernel's, and has ended.
+        let last = self.figures.sample.limit;
+        if !sample.limit.is_known() && last.source != LimitSource::Fit {
+            sample.limit = last;
         }
-        sample.limit.bytes.scaled(self.settings.ceiling_max)
+        state.host.taken.store(sample.in_progress.get(), Ordering::Relaxed);
+        let Settings { purge_floor, purge_part, ceiling_max, .. } = self.settings;
+        let is_known = sample.limit.is_known();
+        let most = if is_known { sample.limit.bytes.scaled(ceiling_max) } else { ByteSize::MAX };
+        let worth = purge_floor.max(sample.heap_live.scaled(purge_part));
+        let reserve = sample.limit.bytes.saturating_sub(most);
+        let urgent_worth = purge_floor.max(worth.min(reserve));
+        // Once: it sums counters of all threads.
+        let stats = state.counts();
+        Tick { now, sample, stats, waits: state.has_waiting(), most, worth, urgent_worth }
     }
 
-    /// Returns `true` if little of the limit is left once requests hold what they have reserved,
-    /// and a large one that waits for that what it needs.
-    fn may_fill_up(&self, sample: &Sample) -> bool {
-        let admission = self.admission.state();
-        let unheld = admission.host.unheld().saturating_add(admission.unused.wanted());
-        sample.limit.is_known() && sample.physical.saturating_add(unheld) > self.most(sample)
+    /// Posts the jobs whose time has come. Returns the time of the next one.
+    fn post_due(&mut self, tick: &Tick, jobs: &mut Jobs) -> Moment {
+        let (now, sample, settings) = (tick.now, &tick.sample, &self.settings);
+        // While host memory is short, an arena that needs it for its contents does not sleep: that
+        // relieves nothing, and a purge would wait for its copies.
+        let is_short = self.host.pressure.level > Level::None;
+        let sleeps = !(is_short && sample.device_sleep_takes_host);
+        let mut next = Moment::NEVER;
+        for (job, due) in [
+            (Job::UnloadIdle, Some(self.resources.next_due())),
+            (Job::DecayDevice, sample.device_decay_due),
+            (Job::SleepDevice, sample.device_sleep_due.filter(|_| sleeps)),
+        ] {
+            let due = due.unwrap_or(Moment::NEVER);
+            next = next.min(due);
+            if due <= now {
+                jobs.insert(job);
+            }
+        }
+        // Without anything to decay, an idle service is not woken for it.
+        let decays = sample.purgeable > sample.decaying;
+        let periodic = [
+            (Job::DecayHeap, settings.heap_decay_interval.filter(|_| decays)),
+            // Before they are published.
+            (Job::SampleDevice, settings.device_interval),
+            (Job::Publish, settings.publish_interval),
+            (Job::TendFit, Some(FIT_INTERVAL).filter(|_| sample.has_fit)),
+        ];
+        for ((job, every), posted) in periodic.into_iter().zip(&mut self.posted) {
+            let Some(every) = every else { continue };
+            let at = posted.filter(|at| now - *at < every).unwrap_or_else(|| {
+                jobs.insert(job);
+                now
+            });
+            *posted = Some(at);
+            // A fit is tended at ticks that come anyway.
+            next = if job == Job::TendFit { next } else { next.min(at + every) };
+        }
+        next
     }
 
     /// Shortens a step at random.
@@ -372,253 +402,177 @@ impl Maintenance {
         self.admission.set_level(Level::None);
         let state = self.admission.state();
         state.unowned.store(0, Ordering::Relaxed);
-        state.host.single.store(0, Ordering::Relaxed);
-        state.host.taken.store(0, Ordering::Relaxed);
+        for figure in [&state.host.single, &state.host.taken] {
+            figure.store(0, Ordering::Relaxed);
+        }
         state.queue.end();
     }
 
-    /// Updates the exhaustion state.
-    fn look_for_exhaustion(
-        &mut self,
-        sample: &Sample,
-        stats: &AdmissionStats,
-        now: Moment,
-        jobs: &mut Jobs,
-    ) {
+    /// Updates the exhaustion state. Returns a job if it has changed.
+    fn look_for_exhaustion(&mut self, tick: &Tick, figures: &mut Figures) -> Option<Job> {
+        let (state, sample) = (self.admission.state(), &tick.sample);
+        let (exhaustion, host) = (&mut self.exhaustion, &self.host);
         // While a fit is in force, an operator asked for less room than there is, and a restart
         // would undo that.
-        let is_fit = sample.limit.source == LimitSource::Fit && !self.exhaustion.is_declared();
+        let is_fit = sample.limit.source == LimitSource::Fit && !exhaustion.is_declared();
         // In observe mode none is rejected.
-        let is_open = is_fit || self.admission.state().observes();
-        let most = if is_open { ByteSize::MAX } else { self.host.correction.most };
+        let is_open = is_fit || state.observes();
         let reasons = [RejectReason::Full, RejectReason::Pressure, RejectReason::Exhausted];
         let purge_ended = self.purge.next() != Moment::NEVER;
         let seen = ExhaustionSample {
-            most,
-            smallest: self.host.counts.smallest(),
-            admitted_total: self.host.counts.admitted_total(),
-            refused_total: reasons.into_iter().map(|reason| stats.rejected_total(reason)).sum(),
+            most: if is_open { ByteSize::MAX } else { host.correction.most },
+            smallest: host.counts.smallest(),
+            admitted_total: host.counts.admitted_total(),
+            refused_total: reasons.map(|reason| tick.stats.rejected_total(reason)).iter().sum(),
             purged: purge_ended.then_some(self.purged_at),
         };
-        self.exhaustion.update(now, seen);
-        let may_serve_one = self.exhaustion.may_serve_one();
-        let single = if may_serve_one { self.room_for_one(sample) } else { ByteSize::ZERO };
-        self.admission.state().host.single.store(single.get(), Ordering::Relaxed);
+        exhaustion.update(tick.now, seen);
+        // Single requests are admitted so that memory stays below the critical level's mark. Pages
+        // that a purge would release count: a request that runs in another arena cannot use them.
+        let mark = if exhaustion.may_serve_one() { self.settings.thresholds.up[2] } else { 0.0 };
+        let other = host.correction.other.saturating_add(sample.purgeable);
+        let room = sample.limit.bytes.scaled(mark).saturating_sub(other);
+        let single = room.scaled(1.0 / host.correction.correction_factor);
+        state.host.single.store(single.get(), Ordering::Relaxed);
         // While some are served, others wait for their end.
-        let rejects = self.exhaustion.is_declared() && !self.exhaustion.serves_one();
-        let unowned = if rejects { self.host.correction.unowned.get().max(1) } else { 0 };
-        self.admission.state().unowned.store(unowned, Ordering::Relaxed);
-        if self.state.set_exhausted(&self.exhaustion) {
-            jobs.insert(Job::ReportExhaustion);
-        }
-    }
-
-    /// Returns the most that single requests may reserve, so that memory stays below the critical
-    /// level's mark. Pages that a purge would release count: a request that runs in another arena
-    /// cannot use them.
-    fn room_for_one(&self, sample: &Sample) -> ByteSize {
-        let mark = self.settings.thresholds.up(Level::Critical);
-        let most = sample.limit.bytes.scaled(mark);
-        let other = self.host.correction.other.saturating_add(sample.purgeable);
-        let room = most.saturating_sub(other);
-        room.scaled(1.0 / self.host.correction.correction_factor)
+        let rejects = exhaustion.is_declared() && !exhaustion.serves_one();
+        let unowned = if rejects { host.correction.unowned.get().max(1) } else { 0 };
+        state.unowned.store(unowned, Ordering::Relaxed);
+        let before = (figures.is_exhausted, figures.needs_restart);
+        let now = (exhaustion.is_declared(), exhaustion.needs_restart);
+        (figures.is_exhausted, figures.needs_restart) = now;
+        figures.serves_one = exhaustion.serves_one();
+        (before != now).then_some(Job::ReportExhaustion)
     }
 
     /// Updates levels, allowances and reserved headroom.
-    fn account(&mut self, sample: &Sample, stats: &AdmissionStats, now: Moment) {
-        let turnover = self.host.turns.next(stats, now);
+    fn account(&mut self, tick: &Tick) -> Figures {
+        let Tick { now, ref sample, ref stats, .. } = *tick;
+        let mut figures = Figures { sample: *sample, ..self.figures };
+        let turnover = self.host.turnover(stats, now);
         let limit = if sample.limit.is_known() { sample.limit.bytes } else { ByteSize::MAX };
-        let is_lost = account::is_lost(sample.device.limit);
-        self.admission.state().is_device_lost.store(is_lost, Ordering::Relaxed);
-        let device_limit = sample.device.limit.unwrap_or(ByteSize::MAX);
+        let DeviceFigures { committed, idle, limit: device_limit } = sample.device;
+        let device_limit = device_limit.unwrap_or(ByteSize::MAX);
+        self.admission.state().is_device_lost.store(device_limit.is_zero(), Ordering::Relaxed);
         let _ = self.host.pressure.update(now, sample.physical, limit);
         // A lost device has no pressure: it admits nothing, and releasing memory would not help.
         let pressed = if device_limit.is_zero() { ByteSize::MAX } else { device_limit };
-        let _ = self.device.pressure.update(now, sample.device.committed, pressed);
-        let ceiling = self.host_ceiling(sample, limit, turnover, now);
-        let device_ceiling = account::ceiling(device_limit, self.settings.ceiling);
-        let DeviceFigures { committed, idle, .. } = sample.device;
-        let budgets = [
+        let _ = self.device.pressure.update(now, committed, pressed);
+        let (mut ceiling, mut parts) = (limit, CeilingParts::default());
+        if limit != ByteSize::MAX {
+            (ceiling, parts) = self.ceiling.update(CeilingSample {
+                limit,
+                required: sample.required(),
+                uncovered: self.host.correction.uncovered,
+                is_measured: self.host.correction.is_measured(),
+                unlearned: ByteSize::new(self.host.ledger().unlearned.load(Ordering::Relaxed)),
+                level: self.host.pressure.level,
+                turnover,
+                tick: self.settings.active_tick,
+                late: now - self.planned,
+            });
+        }
+        (figures.limit, figures.ceiling_parts) = (limit, parts);
+        let share = self.settings.ceiling;
+        let device_ceiling = account::ceiling(device_limit, share);
+        let mark = self.settings.thresholds.down[0];
+        for (account, physical, purgeable, limit, ceiling) in [
             (&mut self.host, sample.physical, sample.purgeable, limit, ceiling),
             (&mut self.device, committed, idle, device_limit, device_ceiling),
-        ];
-        let mark = self.settings.thresholds.down[0];
-        let wanted = budgets.map(|(account, physical, purgeable, limit, ceiling)| {
-            if account.is_unused(physical, limit) {
-                return ByteSize::ZERO;
+        ] {
+            if !account.is_unused(physical, limit) {
+                account.correct(Measured { physical, purgeable, ceiling, turnover });
             }
-            account.correct(Measured { physical, purgeable, ceiling, turnover });
-            physical.saturating_sub(account::ceiling(limit, mark))
-        });
-        for (nth, device) in self.further.iter_mut().enumerate() {
-            device.update_device(self.sensor.further_device(nth), self.settings.ceiling, now);
+            let nth = account.budget as usize;
+            figures.levels[nth] = account.pressure.level;
+            figures.wanted[nth] = physical.saturating_sub(account::ceiling(limit, mark));
         }
-        let accounts = [&self.host, &self.device].into_iter().chain(&self.further);
-        let utilizations = accounts.map(|account| account.ledger().utilization());
-        self.state.utilizations.add(turnover.time, utilizations);
-        self.state.set_sample(sample, limit);
-        self.state.set_entered(&self.host.pressure);
+        for (nth, device) in self.further.iter_mut().enumerate() {
+            device.update_device(self.sensor.further_device(nth), share, now);
+        }
+        let utilizations = self.accounts().map(|account| account.ledger().utilization());
+        add_utilizations(&mut figures.utilizations, turnover.time, utilizations);
+        figures.entered = self.host.pressure.entered;
         // The device's level unloads; only the host's rejects, since a cost that does not fit the
         // device is rejected by its ledger, and no process is killed.
         self.admission.set_level(self.host.pressure.level);
-        // Last: a reader that sees a level finds it in force.
-        for (account, wanted) in [&self.host, &self.device].into_iter().zip(wanted) {
-            self.state.set_level(account.budget, account.pressure.level, wanted);
-        }
+        figures
+    }
+
+    fn accounts(&self) -> impl Iterator<Item = &BudgetAccount> {
+        [&self.host, &self.device].into_iter().chain(&self.further)
     }
 
     /// Records the needs of requests for the advice on limits.
-    fn record_limits(&self, sample: &Sample, stats: &AdmissionStats, now: Moment) {
-        let (ledger, correction) = (self.admission.ledger(Budget::Host), &self.host.correction);
+    fn record_limits(&self, tick: &Tick, limit: ByteSize) {
+        let (ledger, correction) = (self.host.ledger(), &self.host.correction);
         let by_level = [RejectReason::Pressure, RejectReason::Exhausted];
-        let (required, reserved) = (sample.required(), ledger.requests());
+        let (required, reserved) = (tick.sample.required(), ledger.requests());
         let (unheld, resources) = (ledger.unheld(), ledger.resource_reservations());
         let correction_factor = correction.correction_factor;
-        let (limit, other) = match sample.limit.is_known() {
-            true => (sample.limit.bytes, correction.other),
-            false => (ByteSize::MAX, required.saturating_sub(reserved.scaled(correction_factor))),
-        };
+        let without_requests = required.saturating_sub(reserved.scaled(correction_factor));
         let limits = LimitSample {
-            now,
+            now: tick.now,
             limit,
             required,
             resources,
             loaded: resources.saturating_sub(ledger.loading()),
-            other,
+            other: if limit < ByteSize::MAX { correction.other } else { without_requests },
             correction_factor,
             trusts_lone: correction.trusts_lone(),
             reserved,
             held: reserved.saturating_sub(unheld),
             is_measured: !unheld.is_zero() || correction.is_measured(),
             classes: self.host.counts.classes,
-            rejected_by_level: by_level.map(|reason| stats.rejected_total(reason)).iter().sum(),
+            rejected_by_level: by_level.map(|it| tick.stats.rejected_total(it)).iter().sum(),
         };
         self.state.record_limits(limits, self.settings.ceiling);
     }
 
-    /// Returns the host's ceiling, and publishes its parts.
-    fn host_ceiling(
-        &mut self,
-        sample: &Sample,
-        limit: ByteSize,
-        turnover: RequestRate,
-        now: Moment,
-    ) -> ByteSize {
-        if limit == ByteSize::MAX {
-            self.state.set_ceiling_parts(CeilingParts::default());
-            return limit;
-        }
-        let (ceiling, parts) = self.ceiling.update(CeilingSample {
-            limit,
-            required: sample.required(),
-            uncovered: self.host.correction.uncovered,
-            is_measured: self.host.correction.is_measured(),
-            unlearned: ByteSize::new(self.host.ledger().unlearned.load(Ordering::Relaxed)),
-            level: self.host.pressure.level,
-            turnover,
-            tick: self.settings.active_tick,
-            late: now - self.planned,
-        });
-        self.state.set_ceiling_parts(parts);
-        ceiling
-    }
-
-    /// Returns `true` if for the quiet time no request has been held or admitted, and the heap has
-    /// neither allocated nor freed as much as is worth a purge: a program that works without
-    /// requests would fault in again what a purge releases.
-    fn is_quiet(&mut self, sample: &Sample, stats: &AdmissionStats, now: Moment) -> bool {
-        if stats.held() > 0 || stats.admitted_total != self.admitted {
-            self.admitted = stats.admitted_total;
-            self.quiet_since = None;
-            return false;
-        }
-        let worth = self.purge_worth(sample);
-        let rests = |(_, then): &(Moment, Sample)| {
-            let moved = then.heap_active.get().abs_diff(sample.heap_active.get());
-            let freed = sample.purgeable.saturating_sub(then.purgeable);
-            moved <= worth.get() && freed <= worth
-        };
-        let since = self.quiet_since.filter(rests).unwrap_or((now, *sample));
-        now - self.quiet_since.insert(since).0 >= self.settings.quiet
-    }
-
-    /// Publishes the saturation.
-    fn saturate(&mut self, stats: &AdmissionStats, now: Moment) {
-        let devices = self.further.iter().map(|device| device.state().sheds_total());
-        let total = devices.sum::<u64>() + self.admission.state().sheds_total();
+    /// Returns the saturation.
+    fn saturate(&mut self, tick: &Tick) -> f64 {
+        let (state, now) = (self.admission.state(), tick.now);
+        let states = once(&self.host).chain(&self.further).map(BudgetAccount::state);
+        let total = states.map(AdmissionState::sheds_total).sum();
         let last = self.saturation.shed_at;
         // An instance that shuts down sheds to others, which are to have room.
-        let sheds = self.saturation.has_recent_shed(now, total) && !self.admission.is_closed();
+        let sheds = self.saturation.has_recent_shed(now, total) && !state.is_closed();
         // The first is published at once, with the figures of its moment.
         if sheds && last.is_none_or(|at| now - at >= SHED_SHOWN) {
-            self.published_at = None;
+            self.posted[PUBLISH] = None;
         }
         let is_critical = self.host.pressure.level == Level::Critical;
-        let is_short = sheds || stats.waiting > 0 || is_critical || self.exhaustion.is_declared();
-        let value = if is_short { 1.0 } else { self.taken() };
-        self.state.set_saturation(self.saturation.add(now, value));
+        let is_short = sheds || tick.waits || is_critical || self.exhaustion.is_declared();
+        // The largest part that is taken of a budget.
+        let taken = || {
+            let Cost { host, device } = state.by_budget(self.resources.evictable());
+            let freed = [host, device].into_iter().chain(repeat(ByteSize::ZERO));
+            let parts = self.accounts().zip(freed).map(|(it, freed)| it.ledger().saturation(freed));
+            parts.fold(0.0, f64::max)
+        };
+        let value = if is_short { 1.0 } else { taken() };
+        self.saturation.add(now, value)
     }
 
-    /// Returns the largest part that is taken of a budget.
-    fn taken(&self) -> f64 {
-        let Cost { host, device } = self.admission.state().by_budget(self.resources.evictable());
-        let own = taken(self.host.ledger(), host).max(taken(self.device.ledger(), device));
-        let further = self.further.iter().map(|device| taken(device.ledger(), ByteSize::ZERO));
-        further.fold(own, f64::max)
-    }
-
-    /// Posts one reclaim step for each budget.
-    fn climb(&self, now: Moment, jobs: &mut Jobs) {
-        for account in [&self.host, &self.device] {
-            let due = self.policy.due(account.budget, account.pressure.level, now);
-            if let Some(step) = due
-                && self.policy.steps.get(step).is_some_and(|it| it.pace.start(now))
-            {
-                jobs.insert(Job::Reclaim { step });
-            }
-        }
-    }
-
-    /// Returns the time when an arena may sleep. While host memory is short, an arena that needs it
-    /// for its contents does not sleep: that relieves nothing, and a purge would wait for its
-    /// copies.
-    fn sleep_due(&self, sample: &Sample) -> Moment {
-        let is_short = self.host.pressure.level > Level::None;
-        if is_short && sample.device_sleep_takes_host {
-            return Moment::NEVER;
-        }
-        sample.device_sleep_due.unwrap_or(Moment::NEVER)
+    /// Returns one reclaim step for each budget.
+    fn climb(&self, now: Moment) -> [Option<Job>; 2] {
+        [&self.host, &self.device].map(|account| {
+            let step = self.policy.due(account.budget, account.pressure.level, now)?;
+            self.policy.steps.get(step)?.pace.start(now).then_some(Job::Reclaim { step })
+        })
     }
 
     /// Returns `true` if the next sample should come soon.
     fn is_active(&self, sample: &Sample) -> bool {
         let limit = sample.limit;
         let filled = limit.is_known() && sample.required() > limit.bytes.scaled(0.5);
-        let before = self.last.map_or(ByteSize::MAX, |last| last.physical);
-        let grown = sample.physical.saturating_sub(before);
+        let grown = sample.physical.saturating_sub(self.figures.sample.physical);
         let grows = grown > if limit.is_known() { limit.bytes.scaled(0.01) } else { ByteSize::MAX };
         let pressed = self.host.pressure.level.max(self.device.pressure.level) > Level::None;
         let waits = !self.admission.state().queue.is_empty();
-        let mut accounts = [&self.host, &self.device].into_iter().chain(&self.further);
-        let is_held = accounts.any(|account| !account.ledger().requests().is_zero());
+        let is_held = self.accounts().any(|account| !account.ledger().requests().is_zero());
         filled || grows || pressed || waits || is_held
     }
 }
 
-/// Posts a periodic job if it is due. Returns the time when it is next due.
-fn decide(
-    job: Job,
-    every: Option<Duration>,
-    last: &mut Option<Moment>,
-    now: Moment,
-    jobs: &mut Jobs,
-) -> Moment {
-    let Some(every) = every else { return Moment::NEVER };
-    if last.is_none_or(|at| now - at >= every) {
-        *last = Some(now);
-        jobs.insert(job);
-    }
-    last.map_or(now, |at| at + every)
-}
-
-debug_as!(Maintenance, |it| host: it.host, device: it.device, last: it.last);
+debug_as!(Maintenance, |it| host: it.host, device: it.device, last: it.figures);

@@ -30,11 +30,10 @@
 use std::time::Duration;
 
 use crate::pressure::Level;
-use crate::tally::AdmissionStats;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
-use super::{Job, Jobs, Maintenance, Sample, Trigger};
+use super::{Job, Maintenance, Sample, Tick, Trigger};
 
 /// The pause between purges for growth, for each MiB. A purge takes about 0.1 ms for each MiB, and
 /// the pause is a hundred times as long, so that purges take at most a hundredth of a core.
@@ -104,23 +103,21 @@ pub(super) const fn purgeable_now(sample: &Sample) -> ByteSize {
 impl Maintenance {
     /// Decides on a purge and its trigger. All triggers share one rate limit, since a purge
     /// releases everything.
-    pub(super) fn decide_purge(
-        &mut self,
-        sample: &Sample,
-        stats: &AdmissionStats,
-        now: Moment,
-        jobs: &mut Jobs,
-    ) {
-        let quiet = self.is_quiet(sample, stats, now);
-        let worth = self.purge_worth(sample);
+    pub(super) fn decide_purge(&mut self, tick: &Tick) -> Option<Job> {
+        let Tick { now, ref sample, worth, .. } = *tick;
+        let quiet = self.is_quiet(tick);
         let purgeable = purgeable_now(sample);
         self.growth.see(sample);
-        let loaded = self.has_loaded(now);
+        let loads = self.resources.loads_total();
+        if std::mem::replace(&mut self.loads, loads) < loads {
+            self.loaded_at = Some(now);
+        }
+        // A resource was loaded, and no purge followed.
+        let loaded = self.loaded_at.is_some_and(|at| now - at < LOAD_WINDOW);
         let interval = self.settings.purge_interval;
         let interval_passed = interval.is_some_and(|every| now - self.purged_at >= every);
         let asks = loaded || quiet || interval_passed;
-        let much =
-            purgeable > worth || (asks && self.is_much_with_libc(sample, purgeable, worth, now));
+        let much = purgeable > worth || (asks && self.is_much_with_libc(tick, purgeable));
         // Threads flush their caches at an unknown time, so a flush is requested only once in each
         // quiet period.
         self.recalled &= quiet;
@@ -135,7 +132,7 @@ impl Maintenance {
         let grown = growth.is_some_and(|growth| self.growth.is_due(growth, sample, now));
         // Freed memory stays in the arena of its thread, but the next request may run on a thread
         // of another arena, which cannot reuse it.
-        let is_urgent = self.may_fill_up && purgeable > self.urgent_purge_worth(sample);
+        let is_urgent = self.may_fill_up && purgeable > tick.urgent_worth;
         let pressed = self.host.pressure.level >= Level::Elevated || is_urgent;
         let trigger = if pressed || self.exhaustion.wants_purge() {
             Trigger::Pressure
@@ -148,54 +145,44 @@ impl Maintenance {
         } else if much && interval_passed {
             Trigger::Periodic
         } else {
-            return;
+            return None;
         };
-        if self.purge.start(now) || (is_urgent && self.purge.start_without_pause()) {
-            self.purged_at = now;
-            self.recalled = quiet;
-            self.loaded_at = None;
-            self.purgeable_low = sample.purgeable;
-            self.growth.purged(sample, now);
-            jobs.insert(Job::Purge { trigger });
+        if !self.purge.start(now) && !(is_urgent && self.purge.start_without_pause()) {
+            return None;
         }
+        (self.purged_at, self.recalled, self.loaded_at) = (now, quiet, None);
+        self.purgeable_low = sample.purgeable;
+        self.growth.purged(sample, now);
+        Some(Job::Purge { trigger })
     }
 
-    /// Returns the smallest amount for which a purge is worth its cost.
-    pub(super) fn purge_worth(&self, sample: &Sample) -> ByteSize {
-        self.settings.purge_floor.max(sample.heap_live.scaled(self.settings.purge_part))
-    }
-
-    /// Returns the smallest amount for which a purge is worth its cost while memory may fill up. It
-    /// is not more than the reserve holds, or the process would exceed its limit without a purge.
-    pub(super) fn urgent_purge_worth(&self, sample: &Sample) -> ByteSize {
-        let reserve = sample.limit.bytes.saturating_sub(self.most(sample));
-        self.settings.purge_floor.max(self.purge_worth(sample).min(reserve))
-    }
-
-    /// Returns `true` if a resource was loaded within [`LOAD_WINDOW`] and no purge followed.
-    fn has_loaded(&mut self, now: Moment) -> bool {
-        let loads = self.resources.loads_total();
-        if loads > self.loads {
-            self.loaded_at = Some(now);
-        }
-        self.loads = loads;
-        self.loaded_at.is_some_and(|at| now - at < LOAD_WINDOW)
-    }
-
-    /// Returns `true` if unused pages and the C library's free blocks together are worth a purge.
-    fn is_much_with_libc(
-        &mut self,
-        sample: &Sample,
-        pages: ByteSize,
-        worth: ByteSize,
-        now: Moment,
-    ) -> bool {
-        if self.growth.next > now || self.purge.next() > now {
+    /// Returns `true` if for the quiet time no request has been held or admitted, and the heap has
+    /// neither allocated nor freed as much as is worth a purge: a program that works without
+    /// requests would fault in again what a purge releases.
+    fn is_quiet(&mut self, tick: &Tick) -> bool {
+        let Tick { now, ref sample, ref stats, worth, .. } = *tick;
+        let admits = std::mem::replace(&mut self.admitted, stats.admitted_total);
+        if stats.held() > 0 || stats.admitted_total != admits {
+            self.quiet_since = None;
             return false;
         }
+        let rests = |(_, then): &(Moment, Sample)| {
+            let moved = then.heap_active.get().abs_diff(sample.heap_active.get());
+            let freed = sample.purgeable.saturating_sub(then.purgeable);
+            moved <= worth.get() && freed <= worth
+        };
+        let since = self.quiet_since.filter(rests).unwrap_or((now, *sample));
+        now - self.quiet_since.insert(since).0 >= self.settings.quiet
+    }
+
+    /// Returns `true` if these unused pages and the C library's free blocks together are worth a
+    /// purge.
+    fn is_much_with_libc(&mut self, tick: &Tick, pages: ByteSize) -> bool {
+        let Tick { now, ref sample, worth, .. } = *tick;
         let grown =
             sample.untracked_anonymous.saturating_sub(self.growth.low).saturating_sub(pages);
-        pages.saturating_add(grown) > worth
+        self.growth.next.max(self.purge.next()) <= now
+            && pages.saturating_add(grown) > worth
             && pages.saturating_add(self.sensor.libc_idle(now).min(grown)) > worth
     }
 }

@@ -13,25 +13,13 @@
 //! Invariants: `0 <= saturation <= 1`, and not NaN; it does not fall if requests reserve more, if
 //! more memory is required at the same correction factor, or if memory becomes short.
 
-use std::array;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
-
-use crate::correction::few;
-use crate::ledger::Ledger;
 
 /// The time after which a value counts for a third of what it did: `1/e`. Between two scrapes at
 /// least half of the number is replaced.
 const AVERAGED: Duration = Duration::from_secs(15);
-
-/// Returns the part of a ledger's room that is taken by requests and one more of a thirty-second
-/// of its ceiling, if resources of `freed` bytes were unloaded.
-pub(super) fn taken(ledger: &Ledger, freed: ByteSize) -> f64 {
-    ledger.saturation(few(ledger.ceiling()), freed)
-}
 
 /// The mean over time.
 #[derive(Clone, Copy, Debug, Default)]
@@ -72,7 +60,7 @@ impl Saturation {
 // Invariant: an average is within the range of the values that were added to it.
 /// The ledgers with an average of their own: the host's, and those of 16 devices. Further devices
 /// are added to the last one, which is as full as the fullest of them.
-const LEDGERS: usize = 17;
+pub(super) const LEDGERS: usize = 17;
 
 /// The time constant of averages for load reports. An estimate: some turnovers of requests, and
 /// about as long as balancers wait before they use a report.
@@ -90,41 +78,21 @@ pub fn mean_weight(step: Duration, window: Duration) -> f64 {
     1.0 - (-step.as_secs_f64() / window.as_secs_f64()).exp()
 }
 
-/// The averages, in the state that the control loop publishes.
-#[derive(Debug)]
-pub(super) struct Utilizations([AtomicU64; LEDGERS]);
-
-impl Default for Utilizations {
-    fn default() -> Self {
-        Self(array::from_fn(|_| AtomicU64::new(f64::NAN.to_bits())))
-    }
-}
-
-impl Utilizations {
-    /// Returns the averages, the host's first, then the devices' in their order; `None` for a
-    /// ledger without a limit.
-    pub(super) fn each(&self) -> impl Iterator<Item = Option<f64>> {
-        let load = |place: &AtomicU64| f64::from_bits(place.load(Ordering::Relaxed));
-        self.0.iter().map(load).map(|average| Some(average).filter(|average| !average.is_nan()))
-    }
-
-    /// Adds the current values of the ledgers, which are `None` without a limit. Called by the
-    /// control loop.
-    pub(super) fn add(&self, step: Duration, mut now: impl Iterator<Item = Option<f64>>) {
-        let weight = mean_weight(step, REPORT_WINDOW);
-        for (nth, place) in self.0.iter().enumerate() {
-            let mut value = now.next().flatten();
-            if nth + 1 == LEDGERS {
-                value = now.by_ref().flatten().chain(value).reduce(f64::max);
-            }
-            let before = f64::from_bits(place.load(Ordering::Relaxed));
-            let after = match value {
-                Some(value) if before.is_nan() => value,
-                Some(value) => before + weight * (value - before),
-                None => f64::NAN,
-            };
-            place.store(after.to_bits(), Ordering::Relaxed);
+/// Adds the current values of the ledgers to their averages, the host's first, then the devices' in
+/// their order; `None` for a ledger without a limit.
+pub(super) fn add_utilizations(
+    averages: &mut [Option<f64>; LEDGERS],
+    step: Duration,
+    mut now: impl Iterator<Item = Option<f64>>,
+) {
+    let weight = mean_weight(step, REPORT_WINDOW);
+    for (nth, average) in averages.iter_mut().enumerate() {
+        let mut value = now.next().flatten();
+        if nth + 1 == LEDGERS {
+            value = now.by_ref().flatten().chain(value).reduce(f64::max);
         }
+        let after = |value| average.map_or(value, |before| before + weight * (value - before));
+        *average = value.map(after);
     }
 }
 
@@ -132,6 +100,8 @@ impl Utilizations {
 mod tests {
     use super::*;
     use crate::correction::{Correction, Measured};
+    use crate::ledger::Ledger;
+    use lowtide_core::bytes::ByteSize;
 
     const CEILING: ByteSize = ByteSize::mib(800);
 
@@ -195,22 +165,22 @@ mod tests {
             let mut random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15));
             let (ledger, correction, measured) = ledger(&mut random);
             let freed = random.bytes();
-            let value = taken(&ledger, freed);
+            let value = ledger.saturation(freed);
             let in_range = |value: f64| (0.0..=1.0).contains(&value);
             assert!(in_range(value), "seed {seed}: {value}");
-            assert!(taken(&ledger, ByteSize::ZERO) >= value, "seed {seed}: an unload raised it");
+            assert!(ledger.saturation(ByteSize::ZERO) >= value, "seed {seed}: an unload raised it");
             // Memory that no request owns grows.
             let physical = measured.physical.saturating_add(random.bytes());
             let [(lean, factor), (fat, other)] = [measured.physical, physical].map(|physical| {
                 ledger.correct(&mut correction.clone(), Measured { physical, ..measured });
-                (taken(&ledger, freed), ledger.correction_factor())
+                (ledger.saturation(freed), ledger.correction_factor())
             });
             assert!(in_range(lean) && in_range(fat), "seed {seed}: {lean}, {fat}");
             let same_factor = (factor - other).abs() < 1e-9;
             assert!(!same_factor || fat >= lean, "seed {seed}: {lean}, then {fat}");
             compared += u32::from(same_factor && fat > lean);
             let _ = ledger.book_exempt(random.bytes());
-            let more = taken(&ledger, freed);
+            let more = ledger.saturation(freed);
             assert!(in_range(more) && more >= fat, "seed {seed}: {fat}, then {more}");
         }
         assert!(compared > 500, "{compared} rises");
@@ -269,44 +239,43 @@ mod utilization_tests {
 
     const TICK: Duration = Duration::from_millis(10);
 
-    fn each(utilizations: &Utilizations) -> Vec<Option<f64>> {
-        utilizations.each().collect()
-    }
-
     #[test]
     fn an_average_follows_its_ledger_within_a_few_windows() {
-        let utilizations = Utilizations::default();
-        assert_eq!(each(&utilizations), [None; LEDGERS]);
-        utilizations.add(Duration::ZERO, [Some(0.5), None].into_iter());
-        assert_eq!(each(&utilizations)[..2], [Some(0.5), None]);
+        let mut averages = [None; LEDGERS];
+        add_utilizations(&mut averages, Duration::ZERO, [Some(0.5), None].into_iter());
+        assert_eq!(averages[..2], [Some(0.5), None]);
         // A ledger that is full for every other tick.
         for tick in 0..2_000 {
-            utilizations.add(TICK, [Some(f64::from(tick % 2)), Some(0.25)].into_iter());
+            add_utilizations(
+                &mut averages,
+                TICK,
+                [Some(f64::from(tick % 2)), Some(0.25)].into_iter(),
+            );
         }
-        let found = each(&utilizations);
+        let found = averages;
         assert!((found[0].expect("limited") - 0.5).abs() < 0.01, "{found:?}");
         assert_eq!(found[1], Some(0.25));
         let mut ticks = 0;
-        while each(&utilizations)[0].is_some_and(|average| average > 0.02) {
-            utilizations.add(TICK, [Some(0.0)].into_iter());
+        while averages[0].is_some_and(|average| average > 0.02) {
+            add_utilizations(&mut averages, TICK, [Some(0.0)].into_iter());
             ticks += 1;
         }
         // ln(.5 / .02) = 3.2
         let windows = TICK.as_secs_f64() * f64::from(ticks) / REPORT_WINDOW.as_secs_f64();
         assert!((3.0..3.5).contains(&windows), "from .5 to .02");
-        utilizations.add(TICK, [None].into_iter());
-        assert_eq!(each(&utilizations)[0], None, "its limit is gone");
+        add_utilizations(&mut averages, TICK, [None].into_iter());
+        assert_eq!(averages[0], None, "its limit is gone");
     }
 
     #[test]
     fn devices_without_a_place_of_their_own_share_the_last_one() {
-        let utilizations = Utilizations::default();
+        let mut averages = [None; LEDGERS];
         let of = |nth: u32| Some(f64::from(nth) / 100.0);
-        utilizations.add(TICK, (0..30).rev().map(of));
-        let found = each(&utilizations);
+        add_utilizations(&mut averages, TICK, (0..30).rev().map(of));
+        let found = averages;
         assert_eq!(found[..2], [Some(0.29), Some(0.28)]);
         assert_eq!(found[LEDGERS - 1], Some(0.13), "the fullest of the rest");
-        utilizations.add(TICK, (0..17).map(|_| None).chain([Some(0.7)]));
-        assert!(each(&utilizations)[LEDGERS - 1].is_some_and(|average| average > 0.13));
+        add_utilizations(&mut averages, TICK, (0..17).map(|_| None).chain([Some(0.7)]));
+        assert!(averages[LEDGERS - 1].is_some_and(|average| average > 0.13));
     }
 }

@@ -1,64 +1,95 @@
 //! The figures of the last tick, shared with the worker, metrics and endpoints.
 //!
-//! Written by the control loop, read by any thread; the loop never waits for a lock. It decides
-//! nothing.
+//! The control loop publishes all of them at once at the end of its tick, and any thread reads
+//! them. It decides nothing.
 //!
-//! Invariant: `required = physical - purgeable` as of one tick, or of two if a tick came in
-//! between.
+//! Invariants: `required = physical - purgeable`; all figures are of one tick; a level that is read
+//! here is in force.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::ceiling::CeilingParts;
 use crate::cost::Budget;
-use crate::exhaustion::Exhaustion;
 use crate::limit_advice::{LimitAdvice, LimitRecord, LimitSample};
-use crate::pressure::{Level, PressureTracker};
+use crate::pressure::Level;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Bell;
+use lowtide_core::fork::Birth;
 use lowtide_core::sync::{Mutex, lock, try_lock};
 
-use super::saturation::Utilizations;
+use super::purging::purgeable_now;
+use super::saturation::LEDGERS;
 use super::{Sample, Trigger};
 
+/// The figures of one tick. By default nothing is held, as before the first one.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Figures {
+    pub(super) sample: Sample,
+    /// The limit of the sample, or [`ByteSize::MAX`].
+    pub(super) limit: ByteSize,
+    /// By budget: the level, and the bytes to release to fall below the lowest threshold.
+    pub(super) levels: [Level; 2],
+    pub(super) wanted: [ByteSize; 2],
+    /// How often the host has entered each level.
+    pub(super) entered: [u64; 4],
+    pub(super) ceiling_parts: CeilingParts,
+    pub(super) saturation: f64,
+    /// The averages of the ledgers: the host's first, then those of the devices.
+    pub(super) utilizations: [Option<f64>; LEDGERS],
+    pub(super) is_exhausted: bool,
+    pub(super) serves_one: bool,
+    pub(super) needs_restart: bool,
+}
+
 /// The jobs for the worker, and the figures of the last tick for the worker, metrics and endpoints.
-/// The control loop writes the figures. Each is consistent; two may come from different ticks.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct PressureState {
-    physical: AtomicU64,
+    figures: Mutex<Figures>,
     physical_peak: AtomicU64,
-    unreleased: AtomicU64,
-    purgeable: AtomicU64,
-    decaying: AtomicU64,
-    limit: AtomicU64,
-    wanted: [AtomicU64; 2],
-    levels: [AtomicU8; 2],
-    entered: [AtomicU64; 4],
-    /// In the order of [`CeilingParts::by_name`].
-    ceiling_parts: [AtomicU64; CeilingParts::COUNT],
-    /// Bits of an `f64`.
-    saturation: AtomicU64,
     ticks: AtomicU64,
     late: AtomicU64,
-    exhausted: AtomicBool,
-    serves_one: AtomicBool,
-    needs_restart: AtomicBool,
     /// The bits of the pending jobs.
     pub(super) pending: AtomicU64,
     pub(super) closed: AtomicBool,
     pub(super) bell: Arc<Bell>,
-    /// Not atomic: the control loop tries the lock, and adds what it missed at the next tick.
+    /// The control loop tries the lock, and adds what it missed at the next tick.
     limits: Mutex<LimitRecord>,
-    pub(super) utilizations: Utilizations,
+    birth: Birth,
+}
+
+impl Default for PressureState {
+    fn default() -> Self {
+        let (figures, limits, birth) = (Mutex::default(), Mutex::default(), Birth::now());
+        let [physical_peak, ticks, late, pending] = Default::default();
+        let (closed, bell) = (AtomicBool::new(false), Bell::new());
+        Self { figures, physical_peak, ticks, late, pending, closed, bell, limits, birth }
+    }
 }
 
 impl PressureState {
+    /// Returns the figures of the last tick.
+    pub(super) fn figures(&self) -> Figures {
+        // In a forked child the control loop may have held the lock.
+        let figures = match self.birth.is_here() {
+            true => Some(lock(&self.figures)),
+            false => try_lock(&self.figures),
+        };
+        figures.map_or_else(Figures::default, |figures| *figures)
+    }
+
+    /// Replaces the figures.
+    pub(super) fn publish(&self, figures: &Figures) {
+        self.physical_peak.fetch_max(figures.sample.physical.get(), Ordering::Relaxed);
+        *lock(&self.figures) = *figures;
+    }
+
     /// Returns the bytes that count against the host's limit, without the
     /// [unreleased](Self::unreleased) ones.
     #[must_use]
     pub fn physical(&self) -> ByteSize {
-        ByteSize::new(self.physical.load(Ordering::Relaxed))
+        self.figures().sample.physical
     }
 
     /// Returns the largest physical bytes of a sample since the last call of this method; zero
@@ -71,74 +102,55 @@ impl PressureState {
     /// Returns the unused bytes that stay resident because the kernel does not take them back.
     #[must_use]
     pub fn unreleased(&self) -> ByteSize {
-        ByteSize::new(self.unreleased.load(Ordering::Relaxed))
+        self.figures().sample.unreleased
     }
 
     /// Returns the part of the physical bytes that a purge releases.
     #[must_use]
     pub fn purgeable(&self) -> ByteSize {
-        ByteSize::new(self.purgeable.load(Ordering::Relaxed))
+        self.figures().sample.purgeable
     }
 
     /// Returns the part of the physical bytes that a purge with this trigger releases.
     pub(super) fn purgeable_by(&self, trigger: Trigger) -> ByteSize {
-        let left =
-            if trigger.leaves_decaying() { self.decaying.load(Ordering::Relaxed) } else { 0 };
-        self.purgeable().saturating_sub(ByteSize::new(left))
+        let sample = self.figures().sample;
+        if trigger.leaves_decaying() { purgeable_now(&sample) } else { sample.purgeable }
     }
 
     /// Returns the physical bytes less the purgeable ones.
     #[must_use]
     pub fn required(&self) -> ByteSize {
-        self.physical().saturating_sub(self.purgeable())
+        self.figures().sample.required()
     }
 
     /// Returns the host's limit, or [`ByteSize::MAX`] if none is known.
     #[must_use]
     pub fn limit(&self) -> ByteSize {
-        ByteSize::new(self.limit.load(Ordering::Relaxed))
+        self.figures().limit
     }
 
     /// Returns the averages of [`Ledger::utilization`](crate::Ledger::utilization) over the last
     /// seconds: the host's first, then those of the devices in their order.
     pub fn utilizations(&self) -> impl Iterator<Item = Option<f64>> {
-        self.utilizations.each()
+        self.figures().utilizations.into_iter()
     }
 
     /// Returns the level of a budget.
     #[must_use]
     pub fn level(&self, budget: Budget) -> Level {
-        self.levels
-            .get(budget as usize)
-            .map_or(Level::None, |level| Level::from_u8(level.load(Ordering::Acquire)))
-    }
-
-    /// Returns the bytes that a budget must release to fall below the lowest threshold.
-    #[must_use]
-    pub fn wanted(&self, budget: Budget) -> ByteSize {
-        let wanted = self.wanted.get(budget as usize);
-        ByteSize::new(wanted.map_or(0, |wanted| wanted.load(Ordering::Relaxed)))
+        self.figures().levels[budget as usize]
     }
 
     /// Returns how often the host has entered a level.
     #[must_use]
     pub fn entered_total(&self, level: Level) -> u64 {
-        let entered = self.entered.get(usize::from(level.as_u8()));
-        entered.map_or(0, |entered| entered.load(Ordering::Relaxed))
+        self.figures().entered[level as usize]
     }
 
     /// Returns the parts of the host's ceiling; zeros without a limit.
     #[must_use]
     pub fn ceiling_parts(&self) -> CeilingParts {
-        let [start, earned, fixed, unlearned, growth] =
-            self.ceiling_parts.each_ref().map(|part| ByteSize::new(part.load(Ordering::Relaxed)));
-        CeilingParts { start, earned, fixed, unlearned, growth }
-    }
-
-    pub(super) fn set_ceiling_parts(&self, parts: CeilingParts) {
-        for (place, (_, bytes)) in self.ceiling_parts.iter().zip(parts.by_name()) {
-            place.store(bytes.get(), Ordering::Relaxed);
-        }
+        self.figures().ceiling_parts
     }
 
     /// Returns how near the service is to rejecting requests for lack of memory, 0 to 1.
@@ -154,11 +166,7 @@ impl PressureState {
     /// Updated at each tick.
     #[must_use]
     pub fn saturation(&self) -> f64 {
-        f64::from_bits(self.saturation.load(Ordering::Relaxed))
-    }
-
-    pub(super) fn set_saturation(&self, saturation: f64) {
-        self.saturation.store(saturation.to_bits(), Ordering::Relaxed);
+        self.figures().saturation
     }
 
     /// Returns `true` if memory that no request owns leaves no room for requests: even the smallest
@@ -166,31 +174,21 @@ impl PressureState {
     /// room.
     #[must_use]
     pub fn is_exhausted(&self) -> bool {
-        self.exhausted.load(Ordering::Acquire)
+        self.figures().is_exhausted
     }
 
     /// Returns `true` if memory is exhausted and single requests are still admitted
     /// ([`ExhaustionPolicy::ServeOne`](crate::ExhaustionPolicy::ServeOne)).
     #[must_use]
     pub fn serves_one(&self) -> bool {
-        self.serves_one.load(Ordering::Acquire)
+        self.figures().serves_one
     }
 
     /// Returns `true` if the [`ExhaustionPolicy`](crate::ExhaustionPolicy) asks for a restart of
     /// the process.
     #[must_use]
     pub fn needs_restart(&self) -> bool {
-        self.needs_restart.load(Ordering::Acquire)
-    }
-
-    /// Sets the exhaustion state and returns `true` if it has changed, except for `serves_one`.
-    pub(super) fn set_exhausted(&self, of: &Exhaustion) -> bool {
-        let (exhausted, needs_restart) = (of.is_declared(), of.needs_restart);
-        // First: a reader that sees exhaustion finds whether requests are served.
-        self.serves_one.store(of.serves_one(), Ordering::Release);
-        let was_restart = self.needs_restart.swap(needs_restart, Ordering::AcqRel);
-        let was_exhausted = self.exhausted.swap(exhausted, Ordering::AcqRel);
-        (was_exhausted, was_restart) != (exhausted, needs_restart)
+        self.figures().needs_restart
     }
 
     /// Returns how often the loop has ticked.
@@ -225,29 +223,5 @@ impl PressureState {
         self.ticks.fetch_add(1, Ordering::Relaxed);
         let nanos = u64::try_from(late.as_nanos()).unwrap_or(u64::MAX);
         self.late.fetch_max(nanos, Ordering::Relaxed);
-    }
-
-    pub(super) fn set_sample(&self, sample: &Sample, limit: ByteSize) {
-        self.physical.store(sample.physical.get(), Ordering::Relaxed);
-        self.physical_peak.fetch_max(sample.physical.get(), Ordering::Relaxed);
-        self.unreleased.store(sample.unreleased.get(), Ordering::Relaxed);
-        self.purgeable.store(sample.purgeable.get(), Ordering::Relaxed);
-        self.decaying.store(sample.decaying.get(), Ordering::Relaxed);
-        self.limit.store(limit.get(), Ordering::Relaxed);
-    }
-
-    pub(super) fn set_level(&self, budget: Budget, level: Level, wanted: ByteSize) {
-        if let Some(place) = self.levels.get(budget as usize) {
-            place.store(level.as_u8(), Ordering::Release);
-        }
-        if let Some(place) = self.wanted.get(budget as usize) {
-            place.store(wanted.get(), Ordering::Relaxed);
-        }
-    }
-
-    pub(super) fn set_entered(&self, pressure: &PressureTracker) {
-        for (entered, count) in self.entered.iter().zip(pressure.entered) {
-            entered.store(count, Ordering::Relaxed);
-        }
     }
 }

@@ -21,7 +21,7 @@ use lowtide_core::clock::{Bell, Clock, Moment};
 use lowtide_core::sync::{background, caught};
 
 use super::jobs::{Job, Trigger};
-use super::{Maintenance, PressureState, Settings};
+use super::{Maintenance, PressureState};
 use crate::cost::Budget;
 use crate::managed::Resources;
 use crate::pressure::Level;
@@ -89,7 +89,7 @@ impl Worker {
                 let budget = step.relieves;
                 let is_dear = step.starts_at >= Level::High;
                 let spared = if is_dear { self.purgeable(budget, now) } else { ByteSize::ZERO };
-                let bytes = self.state.wanted(budget).saturating_sub(spared);
+                let bytes = self.state.figures().wanted[budget as usize].saturating_sub(spared);
                 if is_dear && bytes.is_zero() {
                     return step.pace.cancel();
                 }
@@ -148,38 +148,25 @@ pub fn run_control(
 ) {
     let admission = maintenance.admission.state();
     replace(&admission.bell, Some(Arc::clone(bell)));
-    let mut turns = ControlLoop::new(maintenance, clock.now());
+    maintenance.due = clock.now();
     // Ends when `stop` is set; each iteration waits until the next sample.
     while !stop.load(Ordering::Acquire) {
-        clock.wait_until(bell, turns.turn(clock));
+        clock.wait_until(bell, maintenance.turn(clock));
     }
     replace(&admission.bell, None);
     // After the last tick: no deadline passes any more.
     admission.queue.end();
 }
 
-/// The iterations of the loop.
-struct ControlLoop<'a> {
-    maintenance: &'a mut Maintenance,
-    pacer: Pacer,
-    /// The time of the next iteration.
-    due: Moment,
-}
-
-impl<'a> ControlLoop<'a> {
-    fn new(maintenance: &'a mut Maintenance, now: Moment) -> Self {
-        let Settings { share, idle_tick, .. } = maintenance.settings;
-        Self { maintenance, pacer: Pacer::new(share, idle_tick), due: now }
-    }
-
+impl Maintenance {
     /// Runs a tick. Returns the time of the next one.
     fn turn(&mut self, clock: &dyn Clock) -> Moment {
         let now = clock.now();
-        self.maintenance.state.note_tick(now - self.due);
+        self.state.note_tick(now - self.due);
         // A sensor that panics costs its tick, not the thread: the allowances stay unchanged.
-        let (next, is_urgent) = match caught(|| self.maintenance.tick(now)) {
-            Ok(_) => (self.maintenance.next_tick(), self.maintenance.may_fill_up),
-            Err(_) => (now + self.maintenance.settings.idle_tick, false),
+        let (next, is_urgent) = match caught(|| self.tick(now)) {
+            Ok(_) => (self.planned, self.may_fill_up),
+            Err(_) => (now + self.settings.idle_tick, false),
         };
         let paced = self.pacer.next(now, clock.now() - now, next);
         self.due = if is_urgent { next } else { paced };
@@ -331,10 +318,9 @@ mod tests {
         let limit = Limit::given(ByteSize::mib(100));
         let sample = Sample { limit, physical: ByteSize::mib(60), ..Sample::default() };
         let mut maintenance = dear(&clock, sample, admission);
-        let mut turns = ControlLoop::new(&mut maintenance, clock.now());
         for turn in 0..20 {
             let begun = clock.now();
-            let next = turns.turn(&*clock);
+            let next = maintenance.turn(&*clock);
             assert!(next - begun <= 10 * MILLI, "{turn}");
             clock.advance(next - clock.now());
         }
@@ -345,21 +331,20 @@ mod tests {
         let (clock, admission) = (Arc::new(ManualClock::new()), Admission::new());
         let _held = admission.try_admit(Cost::host(ByteSize::mib(1))).expect("no limit");
         let mut maintenance = dear(&clock, Sample::default(), admission);
-        let mut turns = ControlLoop::new(&mut maintenance, clock.now());
         let mut rests = Vec::new();
         for _ in 0..10 {
             let begun = clock.now();
-            let next = turns.turn(&*clock);
+            let next = maintenance.turn(&*clock);
             rests.push((next - begun).as_millis());
             clock.advance(next - clock.now());
         }
         assert_eq!(rests, [10, 10, 10, 10, 10, 10, 10, 250, 250, 250], "300 ms, at most 250");
-        assert_eq!(turns.maintenance.state.take_lateness(), Duration::ZERO, "each in its time");
+        assert_eq!(maintenance.state.take_lateness(), Duration::ZERO, "each in its time");
         clock.advance(40 * MILLI);
-        turns.turn(&*clock);
-        assert_eq!(turns.maintenance.state.ticks_total(), 11);
-        assert_eq!(turns.maintenance.state.take_lateness(), 40 * MILLI);
-        assert_eq!(turns.maintenance.state.take_lateness(), Duration::ZERO, "told once");
+        maintenance.turn(&*clock);
+        assert_eq!(maintenance.state.ticks_total(), 11);
+        assert_eq!(maintenance.state.take_lateness(), 40 * MILLI);
+        assert_eq!(maintenance.state.take_lateness(), Duration::ZERO, "told once");
     }
 
     /// The bug: the warning about rejections had the figures of up to a second later, and a service
@@ -410,7 +395,7 @@ mod tests {
         let mut slow = admission.try_admit(Cost::host(ByteSize::mib(1))).expect("no limit");
         slow.suspend(ByteSize::ZERO);
         let mut maintenance = dear(&clock, Sample::default(), admission.clone());
-        ControlLoop::new(&mut maintenance, clock.now()).turn(&*clock);
+        maintenance.turn(&*clock);
         let wait = || slow.wait_to_resume(Priority::Normal, 0, SECOND);
         let waiting = wait().expect("the loop ticks");
         run_control(&mut maintenance, &*clock, &Bell::new(), &AtomicBool::new(true));
