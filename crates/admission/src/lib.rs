@@ -43,7 +43,6 @@ pub use lowtide_core::debug_as;
 use lowtide_core::sync as shared;
 
 mod admission;
-mod buckets;
 mod ceiling;
 mod correction;
 mod cost;

@@ -28,7 +28,6 @@ use std::time::Duration;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Moment, short};
 
-use super::buckets::{bucket_of, largest_of};
 use super::correction::{EVIDENT_PART, Overhead, few};
 use super::tally::ClassStats;
 
@@ -44,8 +43,9 @@ const LASTS: Duration = Duration::from_secs(1);
 /// The size of the smallest buckets, as a power of two: 64 KiB. From 1 MiB on there are sixteen for
 /// each power of two.
 const UNIT_POWER: u32 = 16;
+const PARTS: u64 = 16;
 /// The number of buckets. The last one has everything from 1 TiB.
-const BUCKETS: usize = bucket_of(1 << (40 - UNIT_POWER)) + 1;
+const BUCKETS: usize = 16 * (40 - 3 - UNIT_POWER as usize) + 1;
 /// The smallest limit rejects less than one request in this number: 0.1 %.
 const REJECTED_PART: u64 = 1000;
 /// A percentile may be exceeded for one part in this number of the time: 0.1 %.
@@ -56,7 +56,17 @@ type Histogram = [u32; BUCKETS];
 
 /// Returns the bucket of an amount.
 fn bucket(bytes: ByteSize) -> usize {
-    bucket_of(bytes.get() >> UNIT_POWER).min(BUCKETS - 1)
+    let units = bytes.get() >> UNIT_POWER;
+    let shift = (units | PARTS).ilog2() - PARTS.ilog2();
+    let place = u64::from(shift) * PARTS + (units >> shift);
+    usize::try_from(place).unwrap_or(BUCKETS).min(BUCKETS - 1)
+}
+
+/// Returns the smallest amount of a bucket.
+const fn least_of(bucket: usize) -> ByteSize {
+    let bucket = bucket as u64;
+    let shift = (bucket / PARTS).saturating_sub(1);
+    ByteSize::new((bucket - shift * PARTS) << shift << UNIT_POWER)
 }
 
 /// Returns the largest amount of a bucket.
@@ -64,53 +74,7 @@ const fn most_of(bucket: usize) -> ByteSize {
     if bucket >= BUCKETS - 1 {
         return ByteSize::MAX;
     }
-    ByteSize::new(((largest_of(bucket) + 1) << UNIT_POWER) - 1)
-}
-
-/// Returns the smallest amount of a bucket.
-fn least_of(bucket: usize) -> ByteSize {
-    let before = bucket.checked_sub(1).map(most_of);
-    before.map_or(ByteSize::ZERO, |most| most.saturating_add(ByteSize::new(1)))
-}
-
-fn add(histogram: &mut Histogram, bytes: ByteSize, count: u64) {
-    let (place, count) = (bucket(bytes), u32::try_from(count).unwrap_or(u32::MAX));
-    histogram.get_mut(place).into_iter().for_each(|it| *it = it.saturating_add(count));
-}
-
-/// Sums of histograms, by bucket.
-#[derive(Clone, Debug, Default)]
-struct Sums(Vec<u64>);
-
-impl Sums {
-    fn add(&mut self, histogram: &Histogram) {
-        self.0.resize(BUCKETS, 0);
-        for (sum, count) in self.0.iter_mut().zip(histogram) {
-            *sum += u64::from(*count);
-        }
-    }
-
-    fn total(&self) -> u64 {
-        self.0.iter().sum()
-    }
-
-    /// Returns the count of the buckets with amounts above these bytes.
-    fn above(&self, bytes: ByteSize) -> u64 {
-        let larger = self.0.iter().enumerate().filter(|(at, _)| most_of(*at) > bytes);
-        larger.map(|(_, sum)| sum).sum()
-    }
-
-    /// Returns the largest amount of the first bucket above which lies at most this part of all:
-    /// one in so many. Zero if there is nothing.
-    fn all_but(&self, part: u64) -> ByteSize {
-        let allowed = self.total() / part;
-        let mut above = 0;
-        let found = self.0.iter().enumerate().rev().find(|(_, sum)| {
-            above += **sum;
-            above > allowed
-        });
-        found.map_or(ByteSize::ZERO, |(at, _)| most_of(at))
-    }
+    least_of(bucket + 1).saturating_sub(ByteSize::new(1))
 }
 
 /// The state of the host's budget at a tick.
@@ -140,33 +104,12 @@ pub(super) struct LimitSample {
     pub(super) rejected_by_level: u64,
 }
 
-/// The values by which a ledger admits.
-#[derive(Clone, Copy, Debug)]
-struct AdmitTerms {
-    other: f64,
-    correction_factor: f64,
-}
+/// The values by which a ledger admits: the memory that no request owns, and the correction factor.
+type AdmitTerms = (f64, f64);
 
-impl AdmitTerms {
-    /// Returns the most that requests may reserve below this ceiling.
-    fn room(self, ceiling: f64) -> f64 {
-        (ceiling - self.other) / self.correction_factor
-    }
-
-    /// Returns the most that a nearly lone request may reserve if it counts once.
-    fn alone(self, ceiling: ByteSize) -> f64 {
-        let few = few(ceiling).as_f64();
-        self.correction_factor.mul_add(-few, ceiling.as_f64() - self.other)
-    }
-}
-
-/// The requests of one class that were admitted between two ticks.
-#[derive(Clone, Copy, Debug, Default)]
-struct Arrivals {
-    count: u64,
-    /// The bytes of each.
-    bytes: f64,
-}
+/// The requests of one class that were admitted between two ticks: their number, and the bytes of
+/// each.
+type Arrivals = (u64, f64);
 
 /// The ledgers of all ceilings that are at most the limit: those of the smallest amount of each
 /// bucket.
@@ -206,7 +149,7 @@ impl Shadow {
         }
         let correction_factor = self.overhead.correction_factor()?;
         let other = required.saturating_sub(held.scaled(correction_factor)).max(covered);
-        Some(AdmitTerms { other: other.as_f64(), correction_factor })
+        Some((other.as_f64(), correction_factor))
     }
 
     /// Admits the requests between two samples, and counts those that are rejected.
@@ -217,8 +160,7 @@ impl Shadow {
         arrivals: &[Arrivals],
         rejected: &mut Histogram,
     ) {
-        let terms =
-            AdmitTerms { other: from.other.as_f64(), correction_factor: from.correction_factor };
+        let terms = (from.other.as_f64(), from.correction_factor);
         let measured = self.measure(from, to.now - from.now).unwrap_or(terms);
         if from.limit == ByteSize::MAX {
             self.kept = 0;
@@ -229,7 +171,7 @@ impl Shadow {
             *reserved = from.reserved.as_f64();
         }
         self.kept = kept;
-        let each = |class: &Arrivals| ByteSize::new(class.count).as_f64() * class.bytes;
+        let each = |(count, bytes): &Arrivals| ByteSize::new(*count).as_f64() * bytes;
         let all = from.reserved.as_f64() + arrivals.iter().map(each).sum::<f64>();
         // Without arrivals and releases each ledger stays as it is.
         if all <= 0.0 || (arrivals.is_empty() && to.reserved == from.reserved) {
@@ -241,20 +183,20 @@ impl Shadow {
         let stays = if is_seen { left } else { 1.0 };
         let ledgers = self.reserved.iter_mut().zip(rejected).take(kept).enumerate();
         for (at, (reserved, rejected)) in ledgers {
-            let ceiling = least_of(at);
-            let is_evident = *reserved * ByteSize::new(EVIDENT_PART).as_f64() >= ceiling.as_f64();
-            let terms = if is_evident { measured } else { terms };
-            let room = terms.room(ceiling.as_f64());
+            let ceiling = least_of(at).as_f64();
+            let is_evident = *reserved * ByteSize::new(EVIDENT_PART).as_f64() >= ceiling;
+            let (other, factor) = if is_evident { measured } else { terms };
+            let (room, few) = ((ceiling - other) / factor, few(least_of(at)).as_f64());
+            // The most that a nearly lone request may reserve if it counts once.
+            let alone = factor.mul_add(-few, ceiling - other);
             *reserved *= left;
-            for class in arrivals {
-                let fit = fitting(room - *reserved, class.bytes, stays);
-                let is_lone = from.trusts_lone
-                    && *reserved <= few(ceiling).as_f64()
-                    && class.bytes <= terms.alone(ceiling);
-                let fit = fit.max(u64::from(is_lone)).min(class.count);
-                let lost = u32::try_from(class.count - fit).unwrap_or(u32::MAX);
+            for &(count, bytes) in arrivals {
+                let fit = fitting(room - *reserved, bytes, stays);
+                let is_lone = from.trusts_lone && *reserved <= few && bytes <= alone;
+                let fit = fit.max(u64::from(is_lone)).min(count);
+                let lost = u32::try_from(count - fit).unwrap_or(u32::MAX);
                 *rejected = rejected.saturating_add(lost);
-                *reserved += ByteSize::new(fit).as_f64() * class.bytes * stays;
+                *reserved += ByteSize::new(fit).as_f64() * bytes * stays;
             }
             if !is_seen {
                 *reserved = 0.0;
@@ -294,36 +236,6 @@ impl RecordedHour {
         let figures = LimitHour { start, ..LimitHour::default() };
         Self { figures, required: [0; BUCKETS], shadowed: [0; BUCKETS] }
     }
-
-    fn add_time(&mut self, step: Duration, required: ByteSize, unowned: ByteSize) {
-        let micros = u64::try_from(step.as_micros()).unwrap_or(u64::MAX);
-        add(&mut self.required, required, micros);
-        self.figures.required_max = self.figures.required_max.max(required);
-        self.figures.unowned = self.figures.unowned.max(unowned);
-    }
-
-    /// Adds the requests between two samples, by the values in force meanwhile: those of the first.
-    fn add_requests(&mut self, shadow: &mut Shadow, from: &LimitSample, to: &LimitSample) {
-        let mut arrivals = [Arrivals::default(); ClassStats::COUNT];
-        let mut used = 0;
-        for (from, to) in from.classes.iter().zip(&to.classes) {
-            let count = to.admitted_total.saturating_sub(from.admitted_total);
-            let bytes = to.admitted_bytes_total.saturating_sub(from.admitted_bytes_total);
-            let rejected = to.rejected_total.saturating_sub(from.rejected_total);
-            self.figures.rejected += rejected;
-            self.figures.requests += count + rejected;
-            if let Some(place) = arrivals.get_mut(used).filter(|_| count > 0) {
-                let bytes = ByteSize::new(bytes).as_f64() / ByteSize::new(count).as_f64();
-                *place = Arrivals { count, bytes };
-                used += 1;
-            }
-        }
-        let by_level = to.rejected_by_level.saturating_sub(from.rejected_by_level);
-        self.figures.rejected += by_level;
-        self.figures.requests += by_level;
-        let arrivals = arrivals.get(..used).unwrap_or_default();
-        shadow.admit(from, to, arrivals, &mut self.shadowed);
-    }
 }
 
 /// The record of the last hours. Written by the control loop.
@@ -332,77 +244,109 @@ pub(super) struct LimitRecord {
     ceiling_part: f64,
     /// By number modulo [`HOURS`].
     hours: Box<[RecordedHour]>,
-    last: Option<LastTick>,
-    shadow: Box<Shadow>,
-}
-
-/// The state at the last tick.
-#[derive(Clone, Copy, Debug)]
-struct LastTick {
-    sample: LimitSample,
-    /// The time of the first sample.
+    last: Option<LimitSample>,
+    /// The time of the first sample, and the number of the current hour since then.
     begun: Moment,
-    /// The number of the hour since then.
     hour: u64,
     /// The start of the current window of [`LASTS`], and the least memory that no request owned in
     /// it.
     unowned: (Moment, ByteSize),
+    shadow: Box<Shadow>,
 }
 
 impl Default for LimitRecord {
     fn default() -> Self {
-        let hour = RecordedHour::starting_at(Moment::ORIGIN);
-        let (hours, shadow) = (vec![hour; HOURS].into_boxed_slice(), Box::new(Shadow::NEW));
-        Self { ceiling_part: 1.0, hours, last: None, shadow }
+        let (begun, hour, unowned) = (Moment::ORIGIN, 0, (Moment::ORIGIN, ByteSize::ZERO));
+        let hours = vec![RecordedHour::starting_at(begun); HOURS].into_boxed_slice();
+        let (ceiling_part, last, shadow) = (1.0, None, Box::new(Shadow::NEW));
+        Self { ceiling_part, hours, last, begun, hour, unowned, shadow }
     }
 }
 
 debug_as!(LimitRecord, |record| last: record.last);
 
 impl LimitRecord {
-    /// Adds a sample. `ceiling_part` is the part of a limit that its ceiling is at the start.
+    /// Adds a sample. `ceiling_part` is the part of a limit that its ceiling is at the start. The
+    /// requests since the last sample count by the values in force meanwhile: those of the last.
     /// Allocates nothing.
     pub(super) fn add(&mut self, sample: LimitSample, ceiling_part: f64) {
         self.ceiling_part = ceiling_part;
-        let Some(mut last) = self.last else {
-            let LimitSample { now, other, .. } = sample;
-            self.last = Some(LastTick { sample, begun: now, hour: 0, unowned: (now, other) });
-            return self.begin(0, now);
+        let Some(before) = self.last else {
+            (self.begun, self.unowned) = (sample.now, (sample.now, sample.other));
+            self.last = Some(sample);
+            return self.begin(0);
         };
         // If the clock goes back, no time passes until it is as late as before.
-        let now = sample.now.max(last.sample.now);
-        let hour = (now - last.begun).as_secs() / HOUR.as_secs();
-        for nth in (last.hour + 1).max(first_of(hour))..=hour {
-            self.begin(nth, last.begun);
+        let now = sample.now.max(before.now);
+        let hour = (now - self.begun).as_secs() / HOUR.as_secs();
+        for nth in (self.hour + 1).max(first_of(hour))..=hour {
+            self.begin(nth);
         }
         let sample = LimitSample { now, ..sample };
-        let before = std::mem::replace(&mut last.sample, sample);
-        last.hour = hour;
-        let unowned = last.lasting_unowned();
-        self.last = Some(last);
-        if let Some(hour) = self.hours.get_mut(place(hour)) {
-            hour.add_time((now - before.now).min(STEP_MAX), sample.required, unowned);
-            hour.add_requests(&mut self.shadow, &before, &sample);
+        (self.last, self.hour) = (Some(sample), hour);
+        let RecordedHour { figures, required, shadowed } = &mut self.hours[place(hour)];
+        let micros = (now - before.now).min(STEP_MAX).as_micros();
+        let sum = &mut required[bucket(sample.required)];
+        *sum = sum.saturating_add(u32::try_from(micros).unwrap_or(u32::MAX));
+        figures.required_max = figures.required_max.max(sample.required);
+        let (since, least) = (self.unowned.0, self.unowned.1.min(sample.other));
+        self.unowned = (since, least);
+        if now - since >= LASTS {
+            figures.unowned = figures.unowned.max(least);
+            self.unowned = (now, sample.other);
         }
+        let mut arrivals = [(0, 0.0); ClassStats::COUNT];
+        let mut used = 0;
+        for (from, to) in before.classes.iter().zip(&sample.classes) {
+            let count = to.admitted_total.saturating_sub(from.admitted_total);
+            let bytes = to.admitted_bytes_total.saturating_sub(from.admitted_bytes_total);
+            let rejected = to.rejected_total.saturating_sub(from.rejected_total);
+            figures.rejected += rejected;
+            figures.requests += count + rejected;
+            if count > 0 {
+                arrivals[used] =
+                    (count, ByteSize::new(bytes).as_f64() / ByteSize::new(count).as_f64());
+                used += 1;
+            }
+        }
+        let by_level = sample.rejected_by_level.saturating_sub(before.rejected_by_level);
+        figures.rejected += by_level;
+        figures.requests += by_level;
+        self.shadow.admit(&before, &sample, &arrivals[..used], shadowed);
     }
 
     /// Begins the hour of this number.
-    fn begin(&mut self, nth: u64, begun: Moment) {
-        if let Some(hour) = self.hours.get_mut(place(nth)) {
-            let start = begun + HOUR * u32::try_from(nth).unwrap_or(u32::MAX);
-            *hour = RecordedHour::starting_at(start);
-        }
+    fn begin(&mut self, nth: u64) {
+        let start = self.begun + HOUR * u32::try_from(nth).unwrap_or(u32::MAX);
+        self.hours[place(nth)] = RecordedHour::starting_at(start);
     }
 
     /// Returns the sums of all hours.
     pub(super) fn advice(&self) -> LimitAdvice {
         let mut advice = LimitAdvice { ceiling_part: self.ceiling_part, ..LimitAdvice::default() };
         let Some(last) = &self.last else { return advice };
-        advice.limit = last.sample.limit;
-        for nth in first_of(last.hour)..=last.hour {
-            if let Some(hour) = self.hours.get(place(nth)) {
-                advice.add(hour);
+        advice.limit = last.limit;
+        for nth in first_of(self.hour)..=self.hour {
+            let RecordedHour { figures, required, shadowed } = &self.hours[place(nth)];
+            let micros = required.iter().copied().map(u64::from).sum();
+            let observed = Duration::from_micros(micros);
+            let sums = [(&mut advice.required, required), (&mut advice.shadowed, shadowed)];
+            for (sums, histogram) in sums {
+                sums.resize(BUCKETS, 0);
+                sums.iter_mut().zip(histogram).for_each(|(sum, it)| *sum += u64::from(*it));
             }
+            advice.observed += observed;
+            advice.requests += figures.requests;
+            advice.rejected += figures.rejected;
+            advice.unowned = advice.unowned.max(figures.unowned);
+            // The first bucket above which lies at most the allowed part.
+            let mut above = 0;
+            let p999 = required.iter().rposition(|micros_of_it| {
+                above += u64::from(*micros_of_it);
+                above > micros / EXCEEDED_PART
+            });
+            let required_p999 = p999.map_or(ByteSize::ZERO, most_of).min(figures.required_max);
+            advice.hours.push(LimitHour { observed, required_p999, ..*figures });
         }
         advice
     }
@@ -416,20 +360,6 @@ const fn first_of(hour: u64) -> u64 {
 /// Returns the index of the hour of this number.
 fn place(nth: u64) -> usize {
     usize::try_from(nth % HOURS as u64).unwrap_or(0)
-}
-
-impl LastTick {
-    /// Returns the memory that no request has owned for [`LASTS`], or zero within such a time.
-    fn lasting_unowned(&mut self) -> ByteSize {
-        let LimitSample { now, other, .. } = self.sample;
-        let (since, least) = (self.unowned.0, self.unowned.1.min(other));
-        if now - since < LASTS {
-            self.unowned = (since, least);
-            return ByteSize::ZERO;
-        }
-        self.unowned = (now, other);
-        least
-    }
 }
 
 /// The memory that the recorded traffic has needed, for the choice of a limit: the last 24 hours
@@ -465,9 +395,10 @@ pub struct LimitAdvice {
     /// The most memory that no request owned for at least a second, in fixed windows.
     pub unowned: ByteSize,
     ceiling_part: f64,
-    required: Sums,
-    /// The requests that each ceiling would have rejected in addition.
-    shadowed: Sums,
+    /// By bucket: microseconds by required memory, and the requests that each ceiling would have
+    /// rejected in addition.
+    required: Vec<u64>,
+    shadowed: Vec<u64>,
 }
 
 /// The memory that one hour of the recorded traffic has needed.
@@ -503,8 +434,8 @@ impl Default for LimitAdvice {
             rejected: 0,
             unowned: ByteSize::ZERO,
             ceiling_part: 1.0,
-            required: Sums::default(),
-            shadowed: Sums::default(),
+            required: Vec::new(),
+            shadowed: Vec::new(),
         }
     }
 }
@@ -514,24 +445,9 @@ impl LimitAdvice {
     /// rejected, the probability of a rejection is below .1 %, with a confidence of 95 %.
     pub const REQUESTS_MIN: u64 = 3_000;
 
-    fn add(&mut self, hour: &RecordedHour) {
-        let figures = hour.figures;
-        let mut required = Sums::default();
-        required.add(&hour.required);
-        let observed = Duration::from_micros(required.total());
-        self.required.add(&hour.required);
-        self.shadowed.add(&hour.shadowed);
-        self.observed += observed;
-        self.requests += figures.requests;
-        self.rejected += figures.rejected;
-        self.unowned = self.unowned.max(figures.unowned);
-        let required_p999 = required.all_but(EXCEEDED_PART).min(figures.required_max);
-        self.hours.push(LimitHour { observed, required_p999, ..figures });
-    }
-
     /// Returns the requests that a ceiling would have rejected, or any larger one.
     fn rejected_at(&self, ceiling: ByteSize) -> u64 {
-        let from = self.shadowed.0.iter().skip(bucket(ceiling));
+        let from = self.shadowed.iter().skip(bucket(ceiling));
         self.rejected + from.max().copied().unwrap_or(0)
     }
 
@@ -560,7 +476,10 @@ impl LimitAdvice {
         let ceiling = limit.scaled(self.ceiling_part);
         let is_smaller = limit < self.limit;
         let rejected = if is_smaller { self.rejected_at(ceiling) } else { self.rejected };
-        let time_above = |bytes| Duration::from_micros(self.required.above(bytes));
+        let time_above = |bytes| {
+            let larger = self.required.iter().enumerate().filter(|(at, _)| most_of(*at) > bytes);
+            Duration::from_micros(larger.map(|(_, micros)| micros).sum())
+        };
         LimitForecast {
             limit,
             ceiling,
@@ -743,6 +662,19 @@ mod tests {
             record.add(LimitSample { reserved, ..after(now, (nth, 0)) }, 0.8);
         }
         record
+    }
+
+    #[test]
+    fn an_amount_is_in_its_bucket_and_buckets_are_a_sixteenth_wide() {
+        let units = |bytes: ByteSize| bytes.get() >> UNIT_POWER;
+        for at in 0..BUCKETS - 1 {
+            let (least, most) = (least_of(at), most_of(at));
+            assert_eq!((bucket(least), bucket(most)), (at, at));
+            assert_eq!(bucket(most.saturating_add(ByteSize::new(1))), at + 1);
+            assert!(units(most) - units(least) <= units(least) / PARTS, "{least} to {most}");
+        }
+        assert_eq!(least_of(BUCKETS - 1), ByteSize::gib(1024));
+        assert_eq!((bucket(ByteSize::MAX), most_of(BUCKETS - 1)), (BUCKETS - 1, ByteSize::MAX));
     }
 
     #[test]
