@@ -25,12 +25,10 @@ mod limit;
 mod machine;
 mod mappings;
 mod signals;
-mod tracker;
 
 pub use events::{EventCounts, MemoryEvents, Psi};
 pub use file::SignalError;
 pub use limit::{Limit, LimitBound, LimitSource};
 pub use machine::Cpus;
 pub use mappings::Mappings;
-pub use signals::{Resident, Signal, Signals};
-pub use tracker::SignalTracker;
+pub use signals::{Resident, Signal, SignalTracker, Signals};
