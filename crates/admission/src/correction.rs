@@ -98,14 +98,6 @@ pub(crate) struct RequestRate {
     pub(crate) held: u64,
 }
 
-impl RequestRate {
-    /// Returns the part of `K` that may decay.
-    fn decay(self) -> f64 {
-        let times = self.time.as_secs_f64() / K_DECAY_TIME.as_secs_f64();
-        K_DECAY * times.clamp(1.0, K_DECAY_TIMES)
-    }
-}
-
 /// The largest measurements of the last generations. A generation ends when as many requests have
 /// ended as it held at most.
 #[derive(Clone, Copy, Debug)]
@@ -325,7 +317,9 @@ impl Correction {
         }
         let other_than = |requests: ByteSize| required.saturating_sub(requests).max(covered);
         let requests = totals.held().scaled(self.correction_factor);
-        self.learn_extra(totals, required.saturating_sub(requests));
+        let loaded = requests.saturating_add(self.base).saturating_add(totals.settled);
+        let extra = required.saturating_sub(loaded);
+        self.extra = if totals.is_loading() { self.extra.min(extra) } else { extra };
         self.other = other_than(requests).max(covered.saturating_add(self.extra));
         self.unowned = other_than(totals.held().scaled(K_MAX));
         let room = measured.ceiling.saturating_sub(self.other);
@@ -354,12 +348,6 @@ impl Correction {
             self.base_min.add(self.base, measured.turnover.time);
         }
         self.quiet = quiet;
-    }
-
-    fn learn_extra(&mut self, totals: LedgerTotals, without_requests: ByteSize) {
-        let loaded = self.base.saturating_add(totals.settled);
-        let extra = without_requests.saturating_sub(loaded);
-        self.extra = if totals.is_loading() { self.extra.min(extra) } else { extra };
     }
 
     fn learn_k(&mut self, totals: LedgerTotals, required: ByteSize, sample: Measured) {
@@ -398,7 +386,10 @@ impl Correction {
             }
             return;
         }
-        let decay = if rising || !evident { 0.0 } else { sample.turnover.decay() };
+        // The part of `K` that may decay.
+        let times = sample.turnover.time.as_secs_f64() / K_DECAY_TIME.as_secs_f64();
+        let decay = K_DECAY * times.clamp(1.0, K_DECAY_TIMES);
+        let decay = if rising || !evident { 0.0 } else { decay };
         let decayed = self.correction_factor * (1.0 - decay * (K_EVIDENCE * measured).min(1.0));
         // With few reserved bytes, memory held in addition counts once, as part of `other`.
         let most = if evident { K_MAX } else { self.correction_factor };

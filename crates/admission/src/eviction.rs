@@ -501,6 +501,11 @@ impl Evictor {
             }
             let mut chosen = choose(idle, |freed| fits(cost, freed))?;
             let waits = fits_later && patience == Patience::Waits;
+            // What a reclaimer releases, or a part of what a resource does.
+            let add_part = |sum: Cost, idle: &Idle| {
+                let part = if idle.is_divisible { 1.0 } else { LACK_PART };
+                sum.and_host(idle.cost.host.scaled(part)).and_device(idle.cost.device.scaled(part))
+            };
             if waits && fits(cost, chosen.iter().fold(Cost::ZERO, add_part)) {
                 chosen.retain(|idle| idle.is_divisible);
                 if chosen.is_empty() && !fits(cost, Cost::ZERO) {
@@ -573,12 +578,6 @@ fn fits_later(admission: &AdmissionState, cost: Cost) -> bool {
         let (reserved, allowance) = (ledger.reserved(), ledger.allowance());
         asked.is_zero() || ledger.drains(&InsufficientBudget { asked, reserved, allowance })
     })
-}
-
-/// Adds what a reclaimer releases, or [`LACK_PART`] of what a resource does.
-fn add_part(sum: Cost, idle: &Idle) -> Cost {
-    let part = if idle.is_divisible { 1.0 } else { LACK_PART };
-    sum.and_host(idle.cost.host.scaled(part)).and_device(idle.cost.device.scaled(part))
 }
 
 /// Chooses the fewest resources that make room, those that cost least to load again first.

@@ -134,7 +134,10 @@ impl Fairness {
         let passed = seen.since.as_secs_f64();
         let kept = SETTLING.as_secs_f64() / (SETTLING.as_secs_f64() + passed);
         self.turn(seen.since);
-        self.weigh(&seen, kept);
+        // The cost of the headroom since the last update.
+        let room = seen.allowance.saturating_sub(seen.reserved).as_f64();
+        let empty = room.min(self.reserved_headroom) / seen.allowance.as_f64().max(1.0);
+        self.price = self.price * kept + empty * (1.0 - kept);
         self.drain(&seen, counts, kept);
         self.sheds *= kept;
         let bound = ByteSize::new(seen.allowance.get() / HEADROOM_PART).as_f64();
@@ -200,13 +203,6 @@ impl Fairness {
             }
         }
         reserved_headroom
-    }
-
-    /// Adds the cost of the headroom since the last update.
-    fn weigh(&mut self, seen: &LedgerFigures, kept: f64) {
-        let room = seen.allowance.saturating_sub(seen.reserved).as_f64();
-        let empty = room.min(self.reserved_headroom) / seen.allowance.as_f64().max(1.0);
-        self.price = self.price * kept + empty * (1.0 - kept);
     }
 
     /// Adds the bytes that requests released: those they held and reserved since, less those they

@@ -169,17 +169,6 @@ impl Fit {
         self.limit.saturating_sub(self.cache)
     }
 
-    /// Makes room for page cache, of which half a step fits in the margin. No request is rejected
-    /// for so much of it that the process cannot fit.
-    fn make_room_for_cache(&mut self, sample: &FitSample) {
-        let step = (self.limit.get() / MARGIN_PART).max(1);
-        let cache = self.page_cache(sample).get();
-        let steps = if cache < step / 2 { 0 } else { cache.div_ceil(step) };
-        if steps <= CACHE_STEPS_MAX {
-            self.cache = self.cache.max(ByteSize::new(steps * step));
-        }
-    }
-
     /// Returns `true` once the process has been made to fit.
     #[must_use]
     pub const fn is_reached(&self) -> bool {
@@ -212,7 +201,14 @@ impl Fit {
         if sample.limit <= self.limit {
             return FitStep::Lowered;
         }
-        self.make_room_for_cache(sample);
+        // Room for page cache, of which half a step fits in the margin. No request is rejected for so
+        // much of it that the process cannot fit.
+        let margin = (self.limit.get() / MARGIN_PART).max(1);
+        let cache = self.page_cache(sample).get();
+        let steps = if cache < margin / 2 { 0 } else { cache.div_ceil(margin) };
+        if steps <= CACHE_STEPS_MAX {
+            self.cache = self.cache.max(ByteSize::new(steps * margin));
+        }
         if let Some(reached) = self.reached {
             return if now - reached >= HOLD { FitStep::Expired } else { FitStep::Holding };
         }

@@ -337,12 +337,26 @@ impl AdmissionState {
             self.hurry();
             return Err((Budget::Host, self.host.shortfall(cost.host)));
         }
-        let host = book(&self.host, cost.host, how).map_err(|short| (Budget::Host, short))?;
-        let device = book(&self.device, cost.device, how).map_err(|short| {
-            self.host.release(host);
-            (Budget::Device, short)
-        })?;
+        let reserve = |ledger: &Ledger, bytes| book(ledger, bytes, how);
+        let (host, device) = self.reserve_both(cost, reserve, Ledger::release)?;
         Ok(Cost { host, device })
+    }
+
+    /// Reserves bytes in both budgets, or in none.
+    fn reserve_both<T>(
+        &self,
+        cost: Cost,
+        reserve: impl Fn(&Ledger, ByteSize) -> Booked<T>,
+        release: impl FnOnce(&Ledger, T),
+    ) -> Result<(T, T), (Budget, InsufficientBudget)> {
+        let host = reserve(&self.host, cost.host).map_err(|short| (Budget::Host, short))?;
+        match reserve(&self.device, cost.device) {
+            Ok(device) => Ok((host, device)),
+            Err(short) => {
+                release(&self.host, host);
+                Err((Budget::Device, short))
+            }
+        }
     }
 
     /// Reserves a cost if the order of the queue allows it. The order decides how the room is
@@ -494,7 +508,13 @@ impl AdmissionState {
         make_room: impl FnMut() -> RetryHint,
     ) -> Result<Permit, Rejected> {
         let cost = self.by_budget(cost);
-        let (host, device) = self.book_resource(cost, make_room).or_else(|rejected| {
+        let booked = if self.sheds(Priority::Normal) {
+            Err(self.away())
+        } else {
+            let booked = self.reserve_both(cost, reserve_resource, Ledger::release_resource);
+            booked.map_err(|(budget, short)| self.full(budget, short, make_room))
+        };
+        let (host, device) = booked.or_else(|rejected| {
             self.count_observed(self.ignored(rejected)?);
             let (mut host, mut device) = Default::default();
             self.host.raise(&mut host, cost.host);
@@ -503,27 +523,6 @@ impl AdmissionState {
         })?;
         self.resource_permits.fetch_add(1, Ordering::Relaxed);
         Ok(Permit::resource(self, host, device))
-    }
-
-    fn book_resource(
-        &self,
-        cost: Cost,
-        make_room: impl FnMut() -> RetryHint,
-    ) -> Result<(ResourceHold, ResourceHold), Rejected> {
-        if self.sheds(Priority::Normal) {
-            return Err(self.away());
-        }
-        let (budget, short) = match reserve_resource(&self.host, cost.host) {
-            Ok(host) => match reserve_resource(&self.device, cost.device) {
-                Ok(device) => return Ok((host, device)),
-                Err(short) => {
-                    self.host.release_resource(host);
-                    (Budget::Device, short)
-                }
-            },
-            Err(short) => (Budget::Host, short),
-        };
-        Err(self.full(budget, short, make_room))
     }
 
     /// Releases the reservation of a resource.
@@ -571,13 +570,11 @@ impl AdmissionState {
     /// Reserves what a resource needs beyond `freed` bytes that are being released.
     pub(super) fn reserve(&self, cost: Cost, freed: Cost) -> Option<[Reservation; 2]> {
         let host = self.host.reserve(cost.host, freed.host)?;
-        match self.device.reserve(cost.device, freed.device) {
-            Some(device) => Some([host, device]),
-            None => {
-                self.host.unreserve(host);
-                None
-            }
+        if let Some(device) = self.device.reserve(cost.device, freed.device) {
+            return Some([host, device]);
         }
+        self.host.unreserve(host);
+        None
     }
 
     /// Releases a reservation.
@@ -614,32 +611,36 @@ impl AdmissionState {
     ) -> Result<ByteSize, Rejected> {
         let reserved = match priority {
             Priority::Exempt => return Ok(self.raise(bytes)),
-            Priority::High => self.book_more(held, bytes),
-            Priority::Low | Priority::Normal => self.book_spare(bytes, priority),
+            Priority::High => {
+                let grow = |ledger: &Ledger, bytes| ledger.try_grow(held, bytes);
+                book(&self.host, bytes, grow).map_err(|short| {
+                    // The bytes it holds and the bytes it requests must fit together.
+                    let total = held.saturating_add(bytes);
+                    let never = total > self.host.ceiling();
+                    let asked = if never { total } else { bytes };
+                    let make_room = || self.make_room(Cost::host(bytes), None, Patience::None);
+                    self.full(Budget::Host, InsufficientBudget { asked, ..short }, make_room)
+                })?
+            }
+            Priority::Low | Priority::Normal if self.sheds(priority) => return Err(self.away()),
+            // For which no request waits. Makes no room: the holder can do without.
+            Priority::Low | Priority::Normal => {
+                let others_wait = self.queue.lacking(|budget| budget == Budget::Host).is_some();
+                let booked = match others_wait {
+                    true => Err((Budget::Host, self.host.shortfall(bytes))),
+                    false => self.book(Cost::host(bytes), Ledger::try_book),
+                };
+                let refuse = |(of, short)| self.refusal(of, short, || RetryHint::Unknown);
+                booked.map_err(refuse)?.host
+            }
         };
-        reserved.map(|reserved| self.count_growth(reserved))
+        Ok(self.count_growth(reserved))
     }
 
     /// Counts the growth of a request by these bytes, and returns them.
     fn count_growth(&self, bytes: ByteSize) -> ByteSize {
         self.tally().grow(bytes);
         bytes
-    }
-
-    /// Reserves host memory for which no request waits. Makes no room: the holder can do without.
-    fn book_spare(&self, bytes: ByteSize, priority: Priority) -> Result<ByteSize, Rejected> {
-        if self.sheds(priority) {
-            return Err(self.away());
-        }
-        let others_wait = self.queue.lacking(|budget| budget == Budget::Host).is_some();
-        let booked = if others_wait {
-            Err((Budget::Host, self.host.shortfall(bytes)))
-        } else {
-            self.book(Cost::host(bytes), Ledger::try_book)
-        };
-        let booked =
-            booked.map_err(|(budget, short)| self.refusal(budget, short, || RetryHint::Unknown))?;
-        Ok(booked.host)
     }
 
     /// Admits a request for whose claim there is no room, so that its body can arrive: it reserves
@@ -850,18 +851,6 @@ impl AdmissionState {
     ) -> RetryHint {
         let make = |evictor: Arc<Evictor>| evictor.for_request(self, cost, label, patience);
         self.evictor().map_or(RetryHint::Unknown, make)
-    }
-
-    /// Reserves more host memory for a request of this size. Returns the bytes reserved.
-    fn book_more(&'static self, held: ByteSize, bytes: ByteSize) -> Result<ByteSize, Rejected> {
-        book(&self.host, bytes, |ledger, bytes| ledger.try_grow(held, bytes)).map_err(|short| {
-            // The bytes it holds and the bytes it requests must fit together.
-            let total = held.saturating_add(bytes);
-            let never = total > self.host.ceiling();
-            let short = InsufficientBudget { asked: if never { total } else { bytes }, ..short };
-            let make_room = || self.make_room(Cost::host(bytes), None, Patience::None);
-            self.full(Budget::Host, short, make_room)
-        })
     }
 
     /// Returns why a cost does not fit, and makes room if it may fit later.

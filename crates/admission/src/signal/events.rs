@@ -15,7 +15,7 @@
 //! Invariants: `count = current value of the file - value at the open`, never below zero;
 //! `full_total <= some_total`, as the kernel counts them.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use lowtide_core::kernel::number;
@@ -164,22 +164,17 @@ pub(super) fn find_psi(
     missing: &mut Vec<SignalError>,
 ) -> Option<SignalFile> {
     let mounts = read_whole(&root.join("proc/self/mountinfo")).ok()?;
-    let found = own_file(root, lines, &mounts);
-    let kept = found.as_ref().and_then(|path| SignalFile::open(path).ok());
-    if kept.is_none() {
-        missing.push(SignalError::NoPsi { path: found });
-    }
-    kept
-}
-
-/// Returns the path of the file; `None` if no hierarchy shows the own cgroup.
-fn own_file(root: &Path, lines: &[u8], mounts: &[u8]) -> Option<PathBuf> {
-    let places = places(root, lines, mounts, None);
+    let places = places(root, lines, &mounts, None);
     let mut folders = places.iter().filter_map(|place| place.folder_of_own(root));
     // "cgroup.type: ... exists on non-root cgroups" (cgroup-v2.rst): the root's file is the
     // machine's.
-    let own = folders.find(|folder| folder.join("cgroup.type").exists())?;
-    Some(own.join("memory.pressure"))
+    let own = folders.find(|folder| folder.join("cgroup.type").exists());
+    let path = own.map(|own| own.join("memory.pressure"));
+    let kept = path.as_ref().and_then(|path| SignalFile::open(path).ok());
+    if kept.is_none() {
+        missing.push(SignalError::NoPsi { path });
+    }
+    kept
 }
 
 /// Parses `some avg10=1.23 avg60=... avg300=... total=<microseconds>`, and a line of `full`.

@@ -80,16 +80,12 @@ impl SignalFile {
                 break;
             }
         }
-        let is_cut = filled == buffer.len();
-        let text = buffer.get(..filled)?;
-        let text = if is_cut { up_to_last_line(text) } else { text };
-        (!text.is_empty()).then_some(text)
+        if filled == buffer.len() {
+            // Cut: up to its last line.
+            filled = buffer.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
+        }
+        buffer.get(..filled).filter(|text| !text.is_empty())
     }
-}
-
-fn up_to_last_line(text: &[u8]) -> &[u8] {
-    let end = text.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
-    text.get(..end).unwrap_or_default()
 }
 
 /// Reads a whole file at the start; truncated at [`START_MAX`].
