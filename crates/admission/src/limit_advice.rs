@@ -1,14 +1,14 @@
 //! Advice on a smaller limit: what it would have done to the recorded traffic.
 //!
-//! The control loop adds a sample at each tick ([`LimitRecord::add`]), and operators read the sums
-//! of the last 24 hours and the current one ([`LimitAdvice`]). Each hour has two histograms: the
+//! The control loop adds a sample each 50 ms ([`LimitRecord::add`]), and operators read the sums of
+//! the last 24 hours and the current one ([`LimitAdvice`]). Each hour has two histograms: the
 //! time by required memory, and the requests that each ceiling up to the limit would have
 //! rejected. For the latter a ledger is kept for each ceiling ([`Shadow`]), to which the rule of
 //! `correction` is applied: `other + K x (reserved + requested) <= ceiling`, where `reserved` is
-//! only what that ledger admitted. At each tick it releases the same fraction of its bytes as the
+//! only what that ledger admitted. At each sample it releases the same fraction of its bytes as the
 //! real ledger.
 //!
-//! Counters and the real ledger are read only at ticks, which costs the requests nothing. Within an
+//! Counters and the real ledger are read only at samples, which costs the requests nothing. Within an
 //! interval, arrivals and releases are taken to alternate. If nothing was reserved at either end of
 //! it, all its requests are taken to have run together.
 //!
@@ -369,7 +369,7 @@ fn place(nth: u64) -> usize {
 /// for room and that idle resources would have been evicted, and it uses the ceiling that a limit
 /// has at the start, which rises with evidence. It also ignores retries of clients, growth of
 /// admitted requests beyond their reservations, and bursts that begin and end between two samples
-/// of a busy service (10 ms).
+/// (50 ms).
 ///
 /// ```
 /// use lowtide_admission::{ByteSize, LimitAdvice};

@@ -5,12 +5,13 @@
 //! The worker ([`Worker`]) runs the jobs. The owner of the threads drives both: [`run_control`] on
 //! one, [`run_worker`] on the other.
 //!
-//! Invariants: `next > now`, and `next - now <= idle_tick`; a purge happens only for pressure or
+//! Invariants: each tick first corrects a ledger and then shares the room, so that no headroom is
+//! computed from an old allowance; the figures of one device change the allowance of no other;
+//! `next > now`, and `next - now <= idle_tick`; a purge happens only for pressure or
 //! exhaustion, an unload, an operator's request, growth ([`Settings::purge_growth`]), or if
 //! `purgeable - decaying + free blocks of the C library > max(purge_floor, purge_part x live)`;
 //! levels depend on physical bytes, allowances on required ones.
 
-mod account;
 mod jobs;
 mod purging;
 mod saturation;
@@ -29,23 +30,23 @@ use lowtide_core::clock::Moment;
 
 use super::admission::Admission;
 use super::ceiling::{Ceiling, CeilingParts, CeilingSample};
-use super::correction::Measured;
+use super::correction::{Correction, Measured, RequestRate};
 use super::cost::{Budget, Cost, RejectReason};
 use super::exhaustion::{Exhaustion, ExhaustionSample};
+use super::fairness::{Fairness, LedgerFigures};
+use super::ledger::{Ledger, RoomSharing};
 use super::limit_advice::LimitSample;
 use super::managed::Resources;
-use super::pressure::{Level, Thresholds};
+use super::pressure::{Level, PressureTracker, Thresholds};
 use super::reclaim::{ReclaimBackoff, ReclaimPolicy, ReclaimStep};
 use super::signal::{Limit, LimitSource};
 use super::state::AdmissionState;
-use super::tally::AdmissionStats;
-use account::BudgetAccount;
+use super::tally::{AdmissionStats, BudgetCounts};
 use purging::{RetainedGrowth, purgeable_now};
 use saturation::{Saturation, add_utilizations};
 use state::Figures;
 use worker::Pacer;
 
-pub use account::DeviceFigures;
 use jobs::Jobs;
 pub use jobs::{Job, Trigger};
 pub use saturation::{REPORT_WINDOW, SHED_SHOWN, mean_weight};
@@ -106,6 +107,17 @@ impl Sample {
     }
 }
 
+/// The memory of one device in a sample.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceFigures {
+    /// The memory that arenas have committed.
+    pub committed: ByteSize,
+    /// The part of `committed` that is wholly idle.
+    pub idle: ByteSize,
+    /// The limit of the device's budget; `None` for none, zero for a device that is lost.
+    pub limit: Option<ByteSize>,
+}
+
 /// The source of samples for the control loop.
 pub trait Sensor: Send {
     /// Takes a sample. Called on the control thread at each tick: a few microseconds, no
@@ -126,8 +138,109 @@ pub trait Sensor: Send {
     }
 }
 
+/// The level and the learned figures of one budget.
+#[derive(Debug)]
+struct BudgetAccount {
+    admission: Admission,
+    budget: Budget,
+    pressure: PressureTracker,
+    correction: Correction,
+    /// Requests by class since start.
+    counts: BudgetCounts,
+    fairness: Fairness,
+    /// The time of the last tick, and the requests that had ended by then.
+    at: Moment,
+    finished: u64,
+}
+
+impl BudgetAccount {
+    fn new(
+        admission: Admission,
+        budget: Budget,
+        thresholds: Thresholds,
+        correction_factor: f64,
+    ) -> Self {
+        let (correction, fairness) =
+            (Correction::starting_at(correction_factor), Fairness::default());
+        let (pressure, counts) = (PressureTracker::new(thresholds), BudgetCounts::default());
+        let (at, finished) = (Moment::ORIGIN, 0);
+        Self { admission, budget, pressure, correction, counts, fairness, at, finished }
+    }
+
+    fn state(&self) -> &'static AdmissionState {
+        self.admission.state()
+    }
+
+    fn ledger(&self) -> &'static Ledger {
+        self.state().ledger(self.budget)
+    }
+
+    /// Returns `true` if there is nothing to correct and nothing to share: no limit is known or in
+    /// force, and nothing is held or reserved. The device's budget without a device is so always.
+    fn is_unused(&self, physical: ByteSize, limit: ByteSize) -> bool {
+        let ledger = self.ledger();
+        limit == ByteSize::MAX
+            && physical.is_zero()
+            && ledger.ceiling() == ByteSize::MAX
+            && ledger.reserved().is_zero()
+            && self.pressure.level == Level::None
+    }
+
+    /// Returns the progress of requests since the last tick.
+    fn turnover(&mut self, stats: &AdmissionStats, now: Moment) -> RequestRate {
+        let ended = stats.finished_total.saturating_sub(self.finished);
+        let turnover = RequestRate { time: now - self.at, ended, held: stats.held() };
+        (self.at, self.finished) = (now, stats.finished_total);
+        turnover
+    }
+
+    /// Updates the allowance and the headroom reserved within it.
+    fn correct(&mut self, measured: Measured) {
+        let since = measured.turnover.time;
+        let ledger = self.ledger();
+        ledger.correct(&mut self.correction, measured);
+        self.counts = self.state().budget_counts(self.budget);
+        let balance = self.fairness.update(LedgerFigures::of(ledger, since), &self.counts);
+        ledger.balance(balance);
+    }
+
+    /// Publishes a last allowance, as if nothing were held but the reservations, and no reserved
+    /// headroom: no further update will follow.
+    fn leave(&mut self) {
+        let ledger = self.ledger();
+        let measured = Measured { ceiling: ledger.ceiling(), ..Measured::default() };
+        ledger.correct(&mut self.correction, measured);
+        ledger.balance(RoomSharing::default());
+    }
+
+    /// Updates the allowance of a further device, whose admission is its own: only the device's
+    /// bytes are reserved in it. It has neither a level nor reclaim steps: its owner releases idle
+    /// memory by its own figures.
+    fn update_device(&mut self, figures: DeviceFigures, share: f64, now: Moment) {
+        let DeviceFigures { committed, idle, limit } = figures;
+        let limit = limit.unwrap_or(ByteSize::MAX);
+        self.state().is_device_lost.store(limit.is_zero(), Ordering::Relaxed);
+        if self.is_unused(committed, limit) {
+            return;
+        }
+        let turnover = self.turnover(&self.state().counts(), now);
+        let ceiling = part_of(limit, share);
+        self.correct(Measured { physical: committed, purgeable: idle, ceiling, turnover });
+    }
+}
+
+/// Returns the most bytes that may be held of a device if requests may fill `share` of its limit.
+const fn part_of(limit: ByteSize, share: f64) -> ByteSize {
+    match limit {
+        ByteSize::MAX => ByteSize::MAX,
+        limit => limit.scaled(share),
+    }
+}
+
 /// The shortest time between two looks at a fit in force. A guess: a look costs some 0.1 ms.
 const FIT_INTERVAL: Duration = Duration::from_millis(100);
+/// The time between two samples for the advice on limits, which replays each ceiling.
+const RECORD_EVERY: Duration = Duration::from_millis(50);
 /// The place of [`Job::Publish`] among the periodic jobs.
 const PUBLISH: usize = 2;
 
@@ -160,8 +273,6 @@ pub struct Maintenance {
     device: BudgetAccount,
     further: Vec<BudgetAccount>,
     ceiling: Ceiling,
-    /// The figures of the last tick.
-    figures: Figures,
     /// The time for which the next tick is planned, and the one at which it comes, since ticks take
     /// a bounded share of a core.
     planned: Moment,
@@ -185,6 +296,8 @@ pub struct Maintenance {
     growth: RetainedGrowth,
     exhaustion: Exhaustion,
     saturation: Saturation,
+    /// The time of the last sample for the advice on limits.
+    recorded_at: Moment,
     /// When each periodic job was last posted.
     posted: [Option<Moment>; 4],
     /// The state of the jitter's generator, different in each process.
@@ -211,9 +324,6 @@ impl Maintenance {
         let (thresholds, factor) = (settings.thresholds, settings.correction_factor);
         let account = |budget| BudgetAccount::new(admission.clone(), budget, thresholds, factor);
         let (host, device) = (account(Budget::Host), account(Budget::Device));
-        // The first sample is no growth.
-        let sample = Sample { physical: ByteSize::MAX, ..Sample::default() };
-        let figures = Figures { sample, ..Figures::default() };
         Ok(Self {
             settings,
             sensor,
@@ -226,7 +336,6 @@ impl Maintenance {
             device,
             further: Vec::new(),
             ceiling: Ceiling::new(settings.ceiling, settings.ceiling_max),
-            figures,
             planned: Moment::NEVER,
             due: Moment::ORIGIN,
             pacer: Pacer::new(settings.share, settings.idle_tick),
@@ -241,6 +350,7 @@ impl Maintenance {
             growth: RetainedGrowth::new(),
             exhaustion: Exhaustion::new(settings.exhaustion_policy),
             saturation: Saturation::default(),
+            recorded_at: Moment::ORIGIN,
             posted: [None; 4],
             chance: RandomState::new().hash_one(0_u8) | 1,
         })
@@ -284,10 +394,15 @@ impl Maintenance {
     pub fn tick(&mut self, now: Moment) -> impl Iterator<Item = Job> + Clone + use<> {
         let state = self.admission.state();
         let freed = state.unused.freed();
-        let tick = self.sample(now);
+        let mut figures = self.state.figures();
+        let last = figures.sample;
+        let tick = self.sample(last.limit, now);
         let sample = &tick.sample;
-        let mut figures = self.account(&tick);
-        self.record_limits(&tick, figures.limit);
+        self.account(&tick, &mut figures);
+        if now - self.recorded_at >= RECORD_EVERY {
+            self.recorded_at = now;
+            self.record_limits(&tick, figures.limit);
+        }
         // And once a large one that waits for that holds what it needs.
         let unheld = state.host.unheld().saturating_add(state.unused.wanted());
         self.may_fill_up = sample.physical.saturating_add(unheld) > tick.most;
@@ -302,25 +417,24 @@ impl Maintenance {
         decided.chain(self.climb(now)).flatten().for_each(|job| jobs.insert(job));
         let due = self.post_due(&tick, &mut jobs);
         let active_tick = self.settings.active_tick;
-        let is_active = self.is_active(sample);
+        let is_active = self.is_active(sample, last.physical);
         let step = self.jittered(if is_active { active_tick } else { self.settings.idle_tick });
         // A job that is already due has been posted: check again after an active tick at the
         // earliest.
         let next = due.max(now + active_tick).min(now + step);
         state.is_slow.store(next - now > active_tick, Ordering::Relaxed);
         debug_assert!(next > now, "the next tick is not in the future");
-        (self.figures, self.planned) = (figures, next);
+        self.planned = next;
         self.state.publish(&figures);
         self.state.post_all(jobs);
         jobs
     }
 
-    /// Takes a sample.
-    fn sample(&mut self, now: Moment) -> Tick {
+    /// Takes a sample after one with this limit.
+    fn sample(&mut self, last: Limit, now: Moment) -> Tick {
         let (state, mut sample) = (self.admission.state(), self.sensor.sample(now));
         // A limit that was known still exists: a failed read must not admit requests.
         // A fit is none of the kernel's, and has ended.
-        let last = self.figures.sample.limit;
         if !sample.limit.is_known() && last.source != LimitSource::Fit {
             sample.limit = last;
         }
@@ -446,9 +560,8 @@ impl Maintenance {
     }
 
     /// Updates levels, allowances and reserved headroom.
-    fn account(&mut self, tick: &Tick) -> Figures {
+    fn account(&mut self, tick: &Tick, figures: &mut Figures) {
         let Tick { now, ref sample, ref stats, .. } = *tick;
-        let mut figures = Figures { sample: *sample, ..self.figures };
         let turnover = self.host.turnover(stats, now);
         let limit = if sample.limit.is_known() { sample.limit.bytes } else { ByteSize::MAX };
         let DeviceFigures { committed, idle, limit: device_limit } = sample.device;
@@ -472,9 +585,9 @@ impl Maintenance {
                 late: now - self.planned,
             });
         }
-        (figures.limit, figures.ceiling_parts) = (limit, parts);
+        (figures.sample, figures.limit, figures.ceiling_parts) = (*sample, limit, parts);
         let share = self.settings.ceiling;
-        let device_ceiling = account::ceiling(device_limit, share);
+        let device_ceiling = part_of(device_limit, share);
         let mark = self.settings.thresholds.down[0];
         for (account, physical, purgeable, limit, ceiling) in [
             (&mut self.host, sample.physical, sample.purgeable, limit, ceiling),
@@ -485,7 +598,7 @@ impl Maintenance {
             }
             let nth = account.budget as usize;
             figures.levels[nth] = account.pressure.level;
-            figures.wanted[nth] = physical.saturating_sub(account::ceiling(limit, mark));
+            figures.wanted[nth] = physical.saturating_sub(part_of(limit, mark));
         }
         for (nth, device) in self.further.iter_mut().enumerate() {
             device.update_device(self.sensor.further_device(nth), share, now);
@@ -496,7 +609,6 @@ impl Maintenance {
         // The device's level unloads; only the host's rejects, since a cost that does not fit the
         // device is rejected by its ledger, and no process is killed.
         self.admission.set_level(self.host.pressure.level);
-        figures
     }
 
     fn accounts(&self) -> impl Iterator<Item = &BudgetAccount> {
@@ -562,11 +674,13 @@ impl Maintenance {
         })
     }
 
-    /// Returns `true` if the next sample should come soon.
-    fn is_active(&self, sample: &Sample) -> bool {
+    /// Returns `true` if the next sample should come soon after this one. The last one found so many
+    /// physical bytes.
+    fn is_active(&self, sample: &Sample, last: ByteSize) -> bool {
         let limit = sample.limit;
         let filled = limit.is_known() && sample.required() > limit.bytes.scaled(0.5);
-        let grown = sample.physical.saturating_sub(self.figures.sample.physical);
+        let last = if self.planned == Moment::NEVER { ByteSize::MAX } else { last };
+        let grown = sample.physical.saturating_sub(last);
         let grows = grown > if limit.is_known() { limit.bytes.scaled(0.01) } else { ByteSize::MAX };
         let pressed = self.host.pressure.level.max(self.device.pressure.level) > Level::None;
         let waits = !self.admission.state().queue.is_empty();
@@ -575,4 +689,63 @@ impl Maintenance {
     }
 }
 
-debug_as!(Maintenance, |it| host: it.host, device: it.device, last: it.figures);
+debug_as!(Maintenance, |it| host: it.host, device: it.device, last: it.state.figures());
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+    use crate::cost::Cost;
+
+    #[test]
+    fn a_budget_is_corrected_while_it_is_limited_held_or_reserved() {
+        let (admission, none) = (Admission::new(), ByteSize::ZERO);
+        let mut account =
+            BudgetAccount::new(admission.clone(), Budget::Device, Thresholds::default(), 2.0);
+        let limit = ByteSize::mib(100);
+        assert!(account.is_unused(none, ByteSize::MAX));
+        assert!(!account.is_unused(ByteSize::new(1), ByteSize::MAX));
+        assert!(!account.is_unused(none, limit));
+        let permit = admission.try_admit(Cost::device(ByteSize::new(1))).expect("no limit");
+        assert!(!account.is_unused(none, ByteSize::MAX));
+        drop(permit);
+        assert!(account.is_unused(none, ByteSize::MAX));
+        account.correct(Measured { ceiling: limit, ..Measured::default() });
+        assert!(!account.is_unused(none, ByteSize::MAX), "a limit is in force");
+        let unlimited = Measured { ceiling: ByteSize::MAX, ..Measured::default() };
+        account.correct(unlimited);
+        assert!(account.is_unused(none, ByteSize::MAX));
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod device_tests {
+    use super::*;
+    use crate::cost::Cost;
+    use crate::cost::Rejected;
+
+    #[test]
+    fn a_device_admits_by_its_own_figures_and_nothing_once_it_is_lost() {
+        let (admission, marks) = (Admission::new(), Thresholds::default());
+        let mut account = BudgetAccount::new(admission.clone(), Budget::Device, marks, 2.0);
+        let figures = DeviceFigures {
+            committed: ByteSize::mib(40),
+            idle: ByteSize::mib(40),
+            limit: Some(ByteSize::mib(100)),
+        };
+        account.update_device(figures, 0.8, Moment::ORIGIN);
+        let ask = |mib| admission.try_admit(Cost::device(ByteSize::mib(mib)));
+        let held = ask(30).expect("idle memory is room");
+        assert!(!account.ledger().requests().is_zero());
+        assert!(matches!(ask(81), Err(Rejected::TooLarge { .. })));
+        let lost = DeviceFigures { limit: Some(ByteSize::ZERO), ..DeviceFigures::default() };
+        account.update_device(lost, 0.8, Moment::ORIGIN);
+        let rejected = Rejected::DeviceLost { asked: ByteSize::mib(1) };
+        assert_eq!(ask(1).map(drop), Err(rejected));
+        let host = admission.try_admit(Cost::host(ByteSize::mib(1)));
+        assert!(host.is_ok(), "what needs no device is admitted");
+        drop((held, host));
+        assert!(account.ledger().requests().is_zero());
+        account.update_device(figures, 0.8, Moment::ORIGIN);
+        assert!(ask(30).is_ok());
+    }
+}
