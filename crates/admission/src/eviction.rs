@@ -95,15 +95,26 @@ impl fmt::Display for Requester {
     }
 }
 
-/// Describes the reason for an eviction, with the figures of now for the budget that lacks room.
-fn cause(requester: &Requester, state: &AdmissionState, cost: Cost, budget: Budget) -> Arc<str> {
-    let (ledger, needed) = (state.ledger(budget), cost.of(budget));
-    let (reserved, allowance) = (ledger.reserved_bytes(), ledger.allowance_bytes());
-    format!(
-        "evicted for {requester}, which needed {needed} of {budget} memory while {reserved} of \
-         {allowance} were reserved"
-    )
-    .into()
+/// The room that is made.
+#[derive(Clone)]
+pub(super) struct NeededRoom {
+    admission: &'static AdmissionState,
+    cost: Cost,
+    requester: Requester,
+}
+
+impl NeededRoom {
+    /// Describes the reason for an eviction, with the figures of now for the budget that lacks room.
+    fn cause(&self, budget: Budget) -> Arc<str> {
+        let Self { admission, cost, requester } = self;
+        let (ledger, needed) = (admission.ledger(budget), cost.of(budget));
+        let (reserved, allowance) = (ledger.reserved_bytes(), ledger.allowance_bytes());
+        format!(
+            "evicted for {requester}, which needed {needed} of {budget} memory while {reserved} \
+             of {allowance} were reserved"
+        )
+        .into()
+    }
 }
 
 /// A resource that can be taken out of use.
@@ -236,10 +247,11 @@ impl Evictor {
             return RetryHint::Unloading(takes);
         }
         let requester = Requester::Request(label.map(|label| label.to_string().into()));
-        if let Some(rest) = self.ask_for_request(admission, cost, &requester) {
+        let need = NeededRoom { admission, cost, requester };
+        if let Some(rest) = self.ask_for_request(&need) {
             return RetryHint::Unloading(rest);
         }
-        match self.claim(admission, cost, &requester, false, patience) {
+        match self.claim(&need, false, patience) {
             // Without a cause room became free. Nothing runs on this thread, which may belong to an
             // async runtime.
             Ok(step) if step.cause.is_none() || step.start().is_ok() => {
@@ -265,12 +277,11 @@ impl Evictor {
         if !self.birth.is_here() {
             return Err(None);
         }
+        let need = NeededRoom { admission, cost, requester: Requester::Load(Arc::clone(resource)) };
         if asks && self.turn(&lock(&self.rounds)).is_some() {
-            let (evictor, resource) = (Arc::clone(self), Arc::clone(resource));
-            return Ok(Eviction::Asks { admission, evictor, cost, resource });
+            return Ok(Eviction::Asks(Arc::clone(self), need));
         }
-        let load = Requester::Load(Arc::clone(resource));
-        self.claim(admission, cost, &load, false, Patience::None).map(Eviction::Unloads)
+        self.claim(&need, false, Patience::None).map(Eviction::Unloads)
     }
 
     /// Returns `true` if reclaimers of the application are registered.
@@ -280,12 +291,7 @@ impl Evictor {
 
     /// Starts the thread that asks reclaimers for requests, unless it runs. Returns the time for
     /// which requests wait for it; `None` if it does not help.
-    fn ask_for_request(
-        self: &Arc<Self>,
-        admission: &'static AdmissionState,
-        cost: Cost,
-        requester: &Requester,
-    ) -> Option<Duration> {
+    fn ask_for_request(self: &Arc<Self>, need: &NeededRoom) -> Option<Duration> {
         self.pool.next_ask()?;
         let mut rounds = lock(&self.rounds);
         if rounds.has_thread && rounds.until <= self.clock.now() {
@@ -297,10 +303,9 @@ impl Evictor {
         let begun = turn == Some(Duration::ZERO);
         if starts {
             // Also while reclaimers pause: the request may wait until they can be asked.
-            let (evictor, requester) = (Arc::clone(self), requester.clone());
+            let (evictor, need) = (Arc::clone(self), need.clone());
             let thread = thread::Builder::new().name("lowtide-reclaim".to_owned());
-            if thread.spawn(move || evictor.run_rounds(admission, cost, begun, requester)).is_err()
-            {
+            if thread.spawn(move || evictor.run_rounds(need, begun)).is_err() {
                 *lock(&self.rounds) = Rounds::default();
                 return None;
             }
@@ -335,22 +340,16 @@ impl Evictor {
     }
 
     /// Runs rounds on this thread while requests wait for bytes. The first one may have begun, for
-    /// a request of this cost.
-    fn run_rounds(
-        self: &Arc<Self>,
-        admission: &'static AdmissionState,
-        mut cost: Cost,
-        mut begun: bool,
-        mut requester: Requester,
-    ) {
-        let mut ended_at = 0;
+    /// this request.
+    fn run_rounds(self: &Arc<Self>, mut need: NeededRoom, mut begun: bool) {
+        let (admission, mut ended_at) = (need.admission, 0);
         let ticks = || admission.ticks.load(Ordering::Relaxed);
         // Ends when no request waits, at its deadline at the latest, or with the last reclaimer.
         // Each iteration waits for the pause.
         loop {
             if begun {
-                let helps = caught(|| self.round(admission, cost, &requester)).unwrap_or(false);
-                requester = Requester::WaitingRequests;
+                let helps = caught(|| self.round(&need)).unwrap_or(false);
+                need.requester = Requester::WaitingRequests;
                 // Longer than the pause of this thread, so that the next round is not begun by a
                 // request, but by this thread.
                 self.end_round(2 * PAUSE_MIN, helps);
@@ -378,7 +377,7 @@ impl Evictor {
             // A part of this pause may be left, but not more: that would be a load's round.
             begun = !admission.fits(first, Cost::ZERO) && rounds.until - now <= PAUSE_MIN;
             if begun {
-                cost = first;
+                need.cost = first;
                 (rounds.until, rounds.helps) = (now + ROUND_MAX, true);
             }
         }
@@ -386,20 +385,14 @@ impl Evictor {
 
     /// Asks and unloads what is chosen, and waits for that for at most [`ROUND_MAX`]. Returns
     /// `true` if anything was chosen.
-    fn round(
-        self: &Arc<Self>,
-        admission: &'static AdmissionState,
-        cost: Cost,
-        requester: &Requester,
-    ) -> bool {
+    fn round(self: &Arc<Self>, need: &NeededRoom) -> bool {
         let deadline = self.clock.now() + ROUND_MAX;
-        let patience = match requester {
+        let patience = match need.requester {
             Requester::Load(_) => Patience::None,
-            _ if admission.queue.overdue() == Some(cost) => Patience::HasWaited,
+            _ if need.admission.queue.overdue() == Some(need.cost) => Patience::HasWaited,
             _ => Patience::Waits,
         };
-        let step = self.claim(admission, cost, requester, true, patience);
-        let Ok(step) = step else { return false };
+        let Ok(step) = self.claim(need, true, patience) else { return false };
         let has_begun = step.cause.is_some() && step.start().is_ok();
         if has_begun {
             step.wait(deadline);
@@ -409,12 +402,8 @@ impl Evictor {
 
     /// Returns the permit of a load, for which reclaimers are asked and then resources evicted.
     /// Blocks this thread.
-    fn room_for_load(
-        self: &Arc<Self>,
-        admission: &'static AdmissionState,
-        cost: Cost,
-        resource: &Arc<str>,
-    ) -> Result<Permit, EvictionError> {
+    fn room_for_load(self: &Arc<Self>, need: NeededRoom) -> Result<Permit, EvictionError> {
+        let (admission, cost) = (need.admission, need.cost);
         let deadline = self.clock.now() + 2 * ROUND_MAX;
         // Ends at the deadline at the latest: each iteration waits for the end of another round.
         let begun = loop {
@@ -427,8 +416,8 @@ impl Evictor {
         if begun {
             // Not on this thread, which may be the caller's, and hold locks of the application.
             let evictor = Arc::clone(self);
-            let requester = Requester::Load(Arc::clone(resource));
-            let round = move || evictor.round(admission, cost, &requester);
+            let for_round = need.clone();
+            let round = move || evictor.round(&for_round);
             let helps = elsewhere(&*self.clock, 2 * ROUND_MAX, round).unwrap_or(false);
             admission.hurry();
             let reserved = if helps { self.observe(admission, cost) } else { None };
@@ -437,6 +426,7 @@ impl Evictor {
                 return Ok(permit);
             }
         }
+        let Requester::Load(resource) = &need.requester else { return Err(EvictionError::NoRoom) };
         let room = admission.reserve_or_evict(cost, false, resource);
         room.map_or(Err(EvictionError::NoRoom), Eviction::run)
     }
@@ -464,12 +454,11 @@ impl Evictor {
     /// The time after which the minimum residency of enough resources ends, if any suffice.
     fn claim(
         self: &Arc<Self>,
-        admission: &'static AdmissionState,
-        cost: Cost,
-        requester: &Requester,
+        need: &NeededRoom,
         asks: bool,
         patience: Patience,
     ) -> Result<Arc<UnloadStep>, Option<Duration>> {
+        let NeededRoom { admission, cost, ref requester } = *need;
         let is_load = matches!(requester, Requester::Load(_));
         let patience = if admission.level() < Level::High { patience } else { Patience::None };
         let waiting = if is_load || !asks { None } else { admission.queue.lacking(|_| true) };
@@ -501,11 +490,6 @@ impl Evictor {
             }
             let mut chosen = choose(idle, |freed| fits(cost, freed))?;
             let waits = fits_later && patience == Patience::Waits;
-            // What a reclaimer releases, or a part of what a resource does.
-            let add_part = |sum: Cost, idle: &Idle| {
-                let part = if idle.is_divisible { 1.0 } else { LACK_PART };
-                sum.and_host(idle.cost.host.scaled(part)).and_device(idle.cost.device.scaled(part))
-            };
             if waits && fits(cost, chosen.iter().fold(Cost::ZERO, add_part)) {
                 chosen.retain(|idle| idle.is_divisible);
                 if chosen.is_empty() && !fits(cost, Cost::ZERO) {
@@ -523,7 +507,7 @@ impl Evictor {
             let freed = claims.iter().fold(Cost::ZERO, |sum, (cost, _)| sum.and(*cost));
             let is_device = !cost.device.is_zero() && fits(Cost::host(cost.host), Cost::ZERO);
             let budget = if is_device { Budget::Device } else { Budget::Host };
-            let cause = (!claims.is_empty()).then(|| cause(requester, admission, cost, budget));
+            let cause = (!claims.is_empty()).then(|| need.cause(budget));
             let is_whole = claims.len() == count;
             let owed = if !is_whole {
                 None
@@ -578,6 +562,12 @@ fn fits_later(admission: &AdmissionState, cost: Cost) -> bool {
         let (reserved, allowance) = (ledger.reserved(), ledger.allowance());
         asked.is_zero() || ledger.drains(&InsufficientBudget { asked, reserved, allowance })
     })
+}
+
+/// Adds what a reclaimer releases, or [`LACK_PART`] of what a resource does.
+fn add_part(sum: Cost, idle: &Idle) -> Cost {
+    let part = if idle.is_divisible { 1.0 } else { LACK_PART };
+    sum.and_host(idle.cost.host.scaled(part)).and_device(idle.cost.device.scaled(part))
 }
 
 /// Chooses the fewest resources that make room, those that cost least to load again first.
@@ -644,12 +634,7 @@ pub(super) enum Eviction {
     /// Claimed resources are unloaded.
     Unloads(Arc<UnloadStep>),
     /// Reclaimers are asked first.
-    Asks {
-        admission: &'static AdmissionState,
-        evictor: Arc<Evictor>,
-        cost: Cost,
-        resource: Arc<str>,
-    },
+    Asks(Arc<Evictor>, NeededRoom),
 }
 
 /// The reason why a load has no room although resources were claimed for it.
@@ -675,9 +660,7 @@ impl Eviction {
                 step.wait(deadline);
                 lock(&step.state).made.take().ok_or(EvictionError::Stuck)
             }
-            Self::Asks { admission, evictor, cost, resource } => {
-                evictor.room_for_load(admission, cost, &resource)
-            }
+            Self::Asks(evictor, need) => evictor.room_for_load(need),
         }
     }
 }
