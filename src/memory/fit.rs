@@ -162,7 +162,7 @@ impl Shared {
     fn fit_sample(&self) -> FitSample {
         let signal = self.signals.sample();
         let ledger = self.admission.ledger(Budget::Host);
-        let purgeable = self.state.purgeable();
+        let purgeable = self.state.sample().purgeable;
         let uses = self.resources.stats().iter().any(|stats| stats.loaded || stats.loading);
         // What it may release is known once it has been asked.
         let has_releasable = |of: &ReclaimerStats| {

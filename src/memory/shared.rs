@@ -371,8 +371,8 @@ impl Shared {
             unified: self.devices.is_unified(),
             #[cfg(not(feature = "device"))]
             unified: true,
-            purgeable: self.state.purgeable(),
-            unreleased: self.state.unreleased(),
+            purgeable: self.state.sample().purgeable,
+            unreleased: self.state.sample().unreleased,
             exhausted: self.state.is_exhausted(),
             saturation: self.state.saturation(),
             host: self.budget(Budget::Host),

@@ -240,9 +240,9 @@ macro_rules! rows {
          heap for the rest), fragmentation (of the heap, thread caches and metadata included), \
          purgeable, arenas (device arenas in host memory), other, headroom. The sum is the limit; \
          without one there is no headroom, and the sum is physical memory.";
-    Detail Gauge "lowtide_pressure_purgeable_bytes" = pressure.state.purgeable(),
+    Detail Gauge "lowtide_pressure_purgeable_bytes" = pressure.state.sample().purgeable,
         "Part of lowtide_pressure_physical_bytes that a purge would release.";
-    Basic Gauge "lowtide_pressure_required_bytes" = pressure.state.required(),
+    Basic Gauge "lowtide_pressure_required_bytes" = pressure.state.sample().required(),
         "Memory in use after a purge: physical minus purgeable bytes.";
     Detail Gauge "lowtide_pressure_charged_bytes" = pressure.signal.charged,
         "Anonymous and shared memory of the whole cgroup, including other processes; absent if no \

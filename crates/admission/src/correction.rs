@@ -131,16 +131,6 @@ impl Peaks {
             *trend += TREND_WEIGHT * (measure - *trend);
         }
     }
-
-    /// `true` while the first bodies are arriving, so that the bytes they hold prove nothing yet.
-    /// Called after the measurement was added.
-    fn is_rising(&self, measure: f64) -> bool {
-        self.trend.is_some_and(|trend| measure > trend)
-    }
-
-    fn largest(&self) -> f64 {
-        self.measures.into_iter().fold(0.0, f64::max)
-    }
 }
 
 /// Averages over the last second of what is held, and of what measured requests hold of it. Memory
@@ -223,7 +213,7 @@ impl LedgerTotals {
 
     /// Returns the bytes of requests that are part of what is held: measured ones count what they
     /// hold, and others all that they reserved.
-    fn held(self) -> ByteSize {
+    pub(super) fn held(self) -> ByteSize {
         self.requests.saturating_sub(self.unheld)
     }
 }
@@ -374,8 +364,9 @@ impl Correction {
         if evident {
             self.peaks.add(measured, sample.turnover);
         }
-        let rising = evident && self.peaks.is_rising(measured);
-        let peak = K_MARGIN * self.peaks.largest().max(measured);
+        // While the first bodies are arriving, the bytes they hold prove nothing yet.
+        let rising = evident && self.peaks.trend.is_some_and(|trend| measured > trend);
+        let peak = K_MARGIN * self.peaks.measures.into_iter().fold(measured, f64::max);
         if !totals.unheld.is_zero() || self.is_measured() {
             // What measured requests hold is known, however much of their bodies has arrived, also
             // if that is all that they reserved.

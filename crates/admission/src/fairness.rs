@@ -29,8 +29,8 @@ use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 
-use super::ledger::{Ledger, RoomSharing};
-use super::tally::{BudgetCounts, ClassStats, SizeClass};
+use super::ledger::RoomSharing;
+use super::tally::{BudgetCounts, ClassStats};
 
 /// The part of its proportional share that a class should get at least. The requirement is one
 /// half.
@@ -70,14 +70,6 @@ pub(crate) struct LedgerFigures {
     pub(crate) allowance: ByteSize,
 }
 
-impl LedgerFigures {
-    /// Reads the state of a ledger, `since` after the last update.
-    pub(crate) fn of(ledger: &Ledger, since: Duration) -> Self {
-        let (reserved, allowance) = (ledger.reserved(), ledger.allowance());
-        Self { since, reserved, requests: ledger.requests(), allowance }
-    }
-}
-
 /// One class, bytes decayed.
 #[derive(Clone, Copy, Debug, Default)]
 struct ClassShare {
@@ -102,7 +94,7 @@ impl ClassShare {
 /// The controller of one budget's reserved headroom. Owned by the control loop.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Fairness {
-    classes: [ClassShare; SizeClass::COUNT],
+    classes: [ClassShare; ClassStats::COUNT],
     /// Requests rejected, decayed.
     sheds: f64,
     /// The part of the allowance that stayed empty for the headroom, decayed.
@@ -133,7 +125,13 @@ impl Fairness {
         }
         let passed = seen.since.as_secs_f64();
         let kept = SETTLING.as_secs_f64() / (SETTLING.as_secs_f64() + passed);
-        self.turn(seen.since);
+        self.turned = self.turned.saturating_add(seen.since);
+        if self.turned >= SETTLING {
+            self.turned = Duration::ZERO;
+            for class in &mut self.classes {
+                class.sizes = [0.0, class.sizes[0]];
+            }
+        }
         // The cost of the headroom since the last update.
         let room = seen.allowance.saturating_sub(seen.reserved).as_f64();
         let empty = room.min(self.reserved_headroom) / seen.allowance.as_f64().max(1.0);
@@ -220,16 +218,6 @@ impl Fairness {
         self.passed = self.passed * kept + seen.since.as_secs_f64();
         self.requests = seen.requests;
         self.beside = counts.beside;
-    }
-
-    fn turn(&mut self, since: Duration) {
-        self.turned = self.turned.saturating_add(since);
-        if self.turned >= SETTLING {
-            self.turned = Duration::ZERO;
-            for class in &mut self.classes {
-                class.sizes = [0.0, class.sizes[0]];
-            }
-        }
     }
 }
 

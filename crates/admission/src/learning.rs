@@ -53,7 +53,7 @@ use lowtide_core::clock::{Clock, Moment};
 
 use crate::shared::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use crate::shared::{Mutex, RwLock, lock};
-use crate::tally::SizeClass;
+use crate::tally::{class_bound, class_of};
 use crate::usage::Usage;
 
 /// The number of requests in an average. An estimate: few enough to follow a change, and enough to
@@ -126,7 +126,7 @@ impl Needs {
     /// Returns the need of requests of this kind with this estimate.
     pub fn of(&self, kind: Kind, estimate: ByteSize, is_minimum: bool) -> Compared {
         let family = if kind.is_declared { kind.route } else { !kind.route };
-        let key = family.wrapping_add(SizeClass::of(estimate).bound().get());
+        let key = family.wrapping_add(class_bound(class_of(estimate)).get());
         let need = self.find(key).unwrap_or_else(|| self.add(key, family, kind));
         Compared { need, estimate, compared: estimate.max(COMPARED_MIN), is_minimum }
     }
@@ -285,16 +285,6 @@ struct Average {
     variance: f64,
 }
 
-impl Average {
-    fn add(&mut self, value: f64) {
-        self.lessons = (self.lessons + 1).min(WINDOW);
-        let weight = 1.0 / f64::from(self.lessons);
-        let above = value - self.mean;
-        self.mean += weight * above;
-        self.variance = (1.0 - weight) * (self.variance + weight * above * above);
-    }
-}
-
 /// Bytes held for each estimated byte.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct NeedRatio {
@@ -340,24 +330,6 @@ impl RouteNeed {
         let slow_start = Arc::new(Mutex::new(SlowStart::new(lessons_min)));
         Self { family, slow_start, lessons_min, ..Self::default() }
     }
-
-    fn learn(&self, ratio: f64) {
-        let mut average = lock(&self.average);
-        average.add(ratio);
-        let Average { lessons, mean, variance } = *average;
-        let seen = NeedRatio { mean, deviation: variance.max(0.0).sqrt() }.pack();
-        self.seen.store(seen, Ordering::Relaxed);
-        if lessons < self.lessons_min {
-            return;
-        }
-        // Read first, since all sizes of the route share it.
-        if self.family.load(Ordering::Relaxed) != seen {
-            self.family.store(seen, Ordering::Relaxed);
-        }
-        if !self.is_known.load(Ordering::Relaxed) {
-            self.is_known.store(true, Ordering::Release);
-        }
-    }
 }
 
 /// The need of a request with an estimate, and the recipient of its measured memory.
@@ -374,7 +346,26 @@ pub struct Compared {
 impl Compared {
     /// Records the memory that a request held at its peak.
     pub fn learn(&self, held: ByteSize) {
-        self.need.learn(held.as_f64() / self.compared.as_f64());
+        let RouteNeed { seen, family, is_known, .. } = &*self.need;
+        let mut average = lock(&self.need.average);
+        let lessons = (average.lessons + 1).min(WINDOW);
+        let weight = 1.0 / f64::from(lessons);
+        let above = held.as_f64() / self.compared.as_f64() - average.mean;
+        let mean = average.mean + weight * above;
+        let variance = (1.0 - weight) * (average.variance + weight * above * above);
+        *average = Average { lessons, mean, variance };
+        let ratio = NeedRatio { mean, deviation: variance.max(0.0).sqrt() }.pack();
+        seen.store(ratio, Ordering::Relaxed);
+        if lessons < self.need.lessons_min {
+            return;
+        }
+        // Read first, since all sizes of the route share it.
+        if family.load(Ordering::Relaxed) != ratio {
+            family.store(ratio, Ordering::Relaxed);
+        }
+        if !is_known.load(Ordering::Relaxed) {
+            is_known.store(true, Ordering::Release);
+        }
     }
 
     /// Records the memory that a running request holds. It can raise the claim of later requests,

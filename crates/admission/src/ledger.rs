@@ -239,7 +239,7 @@ impl Ledger {
     /// Returns the bytes that single requests may reserve: one request all of them, or small ones
     /// together the part that counts as few. Zero unless memory is exhausted.
     pub(crate) fn single(&self) -> ByteSize {
-        ByteSize::new(self.single.load(Ordering::Relaxed))
+        read(&self.single)
     }
 
     /// Returns the bytes that a nearly lone request may reserve: what the control loop computed,
@@ -454,39 +454,38 @@ impl Ledger {
     /// Returns the bytes that measured requests have reserved and do not hold, also not in work
     /// that was in progress at the last tick.
     pub fn unheld(&self) -> ByteSize {
-        let taken = self.taken.load(Ordering::Relaxed);
-        ByteSize::new(self.unheld.load(Ordering::Relaxed).saturating_sub(taken))
+        read(&self.unheld).saturating_sub(read(&self.taken))
     }
 
     /// Returns `true` if suspended requests may reserve more, and further ones be suspended: they
     /// hold about a quarter of the allowance at most, so that each can still have its whole claim.
     pub(crate) fn has_room_for_suspended(&self) -> bool {
-        let suspended = self.suspended.load(Ordering::Relaxed);
-        suspended < self.allowance.load(Ordering::Relaxed) / SUSPENDED_PART
+        read(&self.suspended).get() < self.allowance().get() / SUSPENDED_PART
     }
 
     /// Returns all reserved bytes, with resources counted by their units.
     #[must_use]
     pub fn reserved(&self) -> ByteSize {
-        ByteSize::new(self.reserved.load(Ordering::Relaxed))
+        read(&self.reserved)
     }
 
     /// Returns the bytes that requests have reserved, without the correction factor.
     #[must_use]
     pub fn requests(&self) -> ByteSize {
-        let units = self.units.load(Ordering::Relaxed);
-        self.reserved().saturating_sub(ByteSize::new(units))
+        // In this order: units are reserved before they are counted.
+        let units = read(&self.units);
+        self.reserved().saturating_sub(units)
     }
 
     /// Returns the bytes that resources have reserved.
     #[must_use]
     pub fn resource_reservations(&self) -> ByteSize {
-        ByteSize::new(self.resource_reservations.load(Ordering::Relaxed))
+        read(&self.resource_reservations)
     }
 
     /// Returns the bytes reserved by resources that are not loaded yet.
     pub fn loading(&self) -> ByteSize {
-        let settled = ByteSize::new(self.settled.load(Ordering::Relaxed));
+        let settled = read(&self.settled);
         self.resource_reservations().saturating_sub(settled)
     }
 
@@ -511,15 +510,14 @@ impl Ledger {
         if amount == ByteSize::MAX {
             return amount;
         }
-        let units = ByteSize::new(self.units.load(Ordering::Relaxed));
-        amount.saturating_sub(units).saturating_add(self.resource_reservations())
+        amount.saturating_sub(read(&self.units)).saturating_add(self.resource_reservations())
     }
 
     /// Returns the bytes that may be reserved, with resources counted by their units, or
     /// [`ByteSize::MAX`] if no limit is known.
     #[must_use]
     pub fn allowance(&self) -> ByteSize {
-        ByteSize::new(self.allowance.load(Ordering::Relaxed))
+        read(&self.allowance)
     }
 
     /// Returns the bytes that all requests together may reserve, or [`ByteSize::MAX`] if no limit
@@ -533,7 +531,7 @@ impl Ledger {
         if !self.single().is_zero() {
             return self.ceiling();
         }
-        allowance.saturating_sub(ByteSize::new(self.units.load(Ordering::Relaxed)))
+        allowance.saturating_sub(read(&self.units))
     }
 
     /// Returns the room for learned reservations.
@@ -562,13 +560,13 @@ impl Ledger {
     /// Returns the most bytes that may be held in total, or [`ByteSize::MAX`] if no limit is known.
     #[must_use]
     pub fn ceiling(&self) -> ByteSize {
-        ByteSize::new(self.ceiling.load(Ordering::Relaxed))
+        read(&self.ceiling)
     }
 
     /// Returns the most bytes that a resource may have if nothing else is reserved: the ceiling
     /// less what is held then.
     pub(crate) fn loadable(&self) -> ByteSize {
-        ByteSize::new(self.loadable.load(Ordering::Relaxed))
+        read(&self.loadable)
     }
 
     /// Returns the part of the room for requests that they would have reserved with one more of a
@@ -596,7 +594,7 @@ impl Ledger {
     /// larger requests get their share, and without a control loop.
     #[must_use]
     pub fn reserved_headroom(&self) -> ByteSize {
-        ByteSize::new(self.reserved_headroom.load(Ordering::Relaxed))
+        read(&self.reserved_headroom)
     }
 
     /// Returns the time after which a rejected request may find room, if known: the time in which
@@ -625,18 +623,23 @@ impl Ledger {
         self.correct(&mut correction, Measured { physical, ceiling, ..Measured::default() });
     }
 
+    /// Returns the reservations.
+    pub(crate) fn totals(&self) -> LedgerTotals {
+        LedgerTotals {
+            requests: self.requests(),
+            units: read(&self.units),
+            resource_reservations: self.resource_reservations(),
+            settled: read(&self.settled),
+            unheld: self.unheld(),
+        }
+    }
+
     /// Updates the allowance from a measurement. Called by one owner.
     pub(crate) fn correct(&self, correction: &mut Correction, measured: Measured) {
-        let totals = LedgerTotals {
-            requests: self.requests(),
-            units: ByteSize::new(self.units.load(Ordering::Relaxed)),
-            resource_reservations: self.resource_reservations(),
-            settled: ByteSize::new(self.settled.load(Ordering::Relaxed)),
-            unheld: self.unheld(),
-        };
+        let totals = self.totals();
         // In observe mode as if requests that would not run had reserved nothing.
-        let observes = u64::from(self.observes.load(Ordering::Relaxed));
-        let observed = ByteSize::new(self.observed.load(Ordering::Relaxed) * observes);
+        let observes = self.observes.load(Ordering::Relaxed);
+        let observed = if observes { read(&self.observed) } else { ByteSize::ZERO };
         let allowance = correction.update(totals, measured).saturating_add(observed);
         self.correction_factor.store(correction.correction_factor.to_bits(), Ordering::Relaxed);
         self.ceiling.store(measured.ceiling.get(), Ordering::Relaxed);
@@ -650,6 +653,11 @@ impl Ledger {
         self.alone_resources.store(totals.resource_reservations.get(), Ordering::Release);
         self.alone_debt.store(correction.alone_debt.get(), Ordering::Relaxed);
     }
+}
+
+#[inline]
+fn read(figure: &AtomicU64) -> ByteSize {
+    ByteSize::new(figure.load(Ordering::Relaxed))
 }
 
 /// What follows begins with a cache line.

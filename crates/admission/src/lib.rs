@@ -53,7 +53,6 @@ pub mod fit;
 mod large;
 pub mod learning;
 mod ledger;
-mod level_watch;
 mod limit_advice;
 mod maintenance;
 mod managed;
@@ -73,14 +72,13 @@ mod waiting;
 
 pub use lowtide_core::{BoxError, ByteSize, clock};
 
-pub use admission::Admission;
+pub use admission::{Admission, LevelWatch};
 pub use ceiling::CeilingParts;
 pub use correction::{K_MAX, K_MIN, K_START};
 pub use cost::{AdmissionMode, Budget, Cost, Priority, RejectReason, Rejected};
 pub use exhaustion::ExhaustionPolicy;
 pub use large::{RequestMemory, RequestPhase};
 pub use ledger::Ledger;
-pub use level_watch::LevelWatch;
 pub use limit_advice::{LimitAdvice, LimitForecast, LimitHour};
 pub use maintenance::{
     DeviceFigures, Job, Maintenance, MaintenanceActions, PressureState, Sample, Sensor, Settings,

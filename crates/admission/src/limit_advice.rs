@@ -28,7 +28,7 @@ use std::time::Duration;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Moment, short};
 
-use super::correction::{EVIDENT_PART, Overhead, few};
+use super::correction::{EVIDENT_PART, LedgerTotals, Overhead, few};
 use super::tally::ClassStats;
 
 /// The number of hours: a day, and the current one.
@@ -85,17 +85,13 @@ pub(super) struct LimitSample {
     pub(super) limit: ByteSize,
     /// Physical less purgeable bytes.
     pub(super) required: ByteSize,
-    /// The bytes that resources have reserved, and those of them that are loaded.
-    pub(super) resources: ByteSize,
-    pub(super) loaded: ByteSize,
+    /// What requests and resources have reserved, and what of it they hold.
+    pub(super) totals: LedgerTotals,
     /// The memory that no request owns.
     pub(super) other: ByteSize,
     pub(super) correction_factor: f64,
     /// `true` if a request that is nearly alone counts once.
     pub(super) trusts_lone: bool,
-    /// The bytes that requests have reserved, and those of them that they hold.
-    pub(super) reserved: ByteSize,
-    pub(super) held: ByteSize,
     /// `true` if what requests hold is measured.
     pub(super) is_measured: bool,
     /// The requests by class since the start.
@@ -126,21 +122,19 @@ struct Shadow {
 }
 
 impl Shadow {
-    const NEW: Self =
-        Self { reserved: [0.0; BUCKETS], kept: 0, base: ByteSize::MAX, overhead: Overhead::NONE };
-
     /// Returns the terms of a ledger that has measured the correction factor. Smaller ceilings
     /// measure it with fewer requests than the real one, so it is measured here as `correction`
     /// does in the smallest ceiling in which the requests fit.
     fn measure(&mut self, sample: &LimitSample, time: Duration) -> Option<AdmitTerms> {
-        let LimitSample { required, held, .. } = *sample;
-        let others = required.saturating_sub(sample.loaded);
+        let LimitSample { required, totals, .. } = *sample;
+        let held = totals.held();
+        let others = required.saturating_sub(totals.settled);
         self.base = match held <= few(required) {
             true => others.saturating_sub(held),
             false => self.base.min(others),
         };
-        let covered = self.base.saturating_add(sample.resources);
-        let needed = sample.reserved.scaled(sample.correction_factor).saturating_add(sample.other);
+        let covered = self.base.saturating_add(totals.resource_reservations);
+        let needed = totals.requests.scaled(sample.correction_factor).saturating_add(sample.other);
         if !sample.is_measured {
             self.overhead = Overhead::NONE;
         } else if !held.is_zero() && held.get() >= needed.get() / EVIDENT_PART {
@@ -167,18 +161,19 @@ impl Shadow {
             return;
         }
         let kept = bucket(from.limit) + 1;
+        let [before, after] = [from, to].map(|sample| sample.totals.requests.as_f64());
         for reserved in self.reserved.iter_mut().take(kept).skip(self.kept) {
-            *reserved = from.reserved.as_f64();
+            *reserved = before;
         }
         self.kept = kept;
         let each = |(count, bytes): &Arrivals| ByteSize::new(*count).as_f64() * bytes;
-        let all = from.reserved.as_f64() + arrivals.iter().map(each).sum::<f64>();
+        let all = before + arrivals.iter().map(each).sum::<f64>();
         // Without arrivals and releases each ledger stays as it is.
-        if all <= 0.0 || (arrivals.is_empty() && to.reserved == from.reserved) {
+        if all <= 0.0 || (arrivals.is_empty() && from.totals.requests == to.totals.requests) {
             return;
         }
-        let left = to.reserved.as_f64() / all;
-        let is_seen = !from.reserved.is_zero() || !to.reserved.is_zero();
+        let left = after / all;
+        let is_seen = before.max(after) > 0.0;
         // The part of a request that is still reserved when the next one arrives.
         let stays = if is_seen { left } else { 1.0 };
         let ledgers = self.reserved.iter_mut().zip(rejected).take(kept).enumerate();
@@ -258,7 +253,9 @@ impl Default for LimitRecord {
     fn default() -> Self {
         let (begun, hour, unowned) = (Moment::ORIGIN, 0, (Moment::ORIGIN, ByteSize::ZERO));
         let hours = vec![RecordedHour::starting_at(begun); HOURS].into_boxed_slice();
-        let (ceiling_part, last, shadow) = (1.0, None, Box::new(Shadow::NEW));
+        let (base, overhead) = (ByteSize::MAX, Overhead::NONE);
+        let shadow = Box::new(Shadow { reserved: [0.0; BUCKETS], kept: 0, base, overhead });
+        let (ceiling_part, last) = (1.0, None);
         Self { ceiling_part, hours, last, begun, hour, unowned, shadow }
     }
 }
@@ -625,19 +622,20 @@ mod tests {
         }
     }
 
+    fn requests(reserved: ByteSize) -> LedgerTotals {
+        LedgerTotals { requests: reserved, ..LedgerTotals::default() }
+    }
+
     /// A sample of a service with a limit of 1,000 MiB, of which 50 are required.
     fn sample(now: Duration) -> LimitSample {
         LimitSample {
             now: Moment::after_origin(now),
             limit: ByteSize::mib(1000),
             required: ByteSize::mib(50),
-            resources: ByteSize::ZERO,
-            loaded: ByteSize::ZERO,
+            totals: LedgerTotals::default(),
             other: ByteSize::mib(50),
             correction_factor: 1.0,
             trusts_lone: false,
-            reserved: ByteSize::ZERO,
-            held: ByteSize::ZERO,
             is_measured: false,
             classes: [ClassStats::default(); ClassStats::COUNT],
             rejected_by_level: 0,
@@ -647,7 +645,7 @@ mod tests {
     /// The same after so many requests of 8 MiB.
     fn after(now: Duration, (admitted, rejected): Count) -> LimitSample {
         let mut sample = sample(now);
-        let class = &mut sample.classes[crate::tally::SizeClass::of(ByteSize::mib(8)).place()];
+        let class = &mut sample.classes[crate::tally::class_of(ByteSize::mib(8))];
         (class.admitted_total, class.admitted_bytes_total) = (admitted, admitted << 23);
         (class.rejected_total, class.rejected_bytes_total) = (rejected, rejected << 23);
         sample
@@ -659,7 +657,7 @@ mod tests {
         for nth in 0..=ticks {
             let now = TICK * u32::try_from(nth).expect("few");
             let reserved = ByteSize::mib(reserved(nth));
-            record.add(LimitSample { reserved, ..after(now, (nth, 0)) }, 0.8);
+            record.add(LimitSample { totals: requests(reserved), ..after(now, (nth, 0)) }, 0.8);
         }
         record
     }
@@ -806,7 +804,8 @@ mod tests {
             let mut reserved = 0;
             for nth in 0..5_000_u32 {
                 let now = after(nth * TICK, (u64::from(nth), 0));
-                record.add(LimitSample { reserved: ByteSize::mib(reserved), ..now }, 0.8);
+                let totals = requests(ByteSize::mib(reserved));
+                record.add(LimitSample { totals, ..now }, 0.8);
                 let real = ByteSize::mib(reserved).as_f64() + 1.0;
                 let most = record.shadow.reserved.iter().copied().fold(0.0, f64::max);
                 assert!(most <= real, "seed {seed}: {most} of {real}");

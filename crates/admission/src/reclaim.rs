@@ -1,6 +1,6 @@
 //! The reclaim steps: who releases memory under pressure, in which order, and how often.
 //!
-//! Deciding ([`ReclaimPolicy::due`]) and doing ([`ReclaimStep::run`]) are separate. The control
+//! Deciding ([`due`]) and doing ([`ReclaimStep::run`]) are separate. The control
 //! loop decides and never waits; the worker runs the steps. Of a step only its place in the order,
 //! the budget that it relieves, and the level from which it runs are known.
 //!
@@ -129,40 +129,24 @@ impl ReclaimStep {
     }
 }
 
-/// Steps, the cheapest first. Cheap to clone; all clones share one state.
-#[derive(Clone)]
-pub(crate) struct ReclaimPolicy {
-    pub(crate) steps: Arc<[ReclaimStep]>,
-}
+/// The largest number of steps.
+pub(crate) const STEPS_MAX: usize = 32;
 
-impl ReclaimPolicy {
-    /// The largest number of steps.
-    pub(crate) const STEPS_MAX: usize = 32;
-
-    /// # Panics
-    /// If there are more than [`ReclaimPolicy::STEPS_MAX`].
-    pub(crate) fn new(steps: Vec<ReclaimStep>) -> Self {
-        let (count, most) = (steps.len(), Self::STEPS_MAX);
-        assert!(count <= most, "{count} reclaim steps, expected at most {most}");
-        Self { steps: steps.into() }
+/// Returns the cheapest step that relieves the budget at this level and is not pausing, or `None`
+/// while a cheaper one runs. The cheapest come first. Changes nothing; costs one check of each step.
+pub(crate) fn due(steps: &[ReclaimStep], of: Budget, level: Level, now: Moment) -> Option<usize> {
+    if level < Level::Elevated {
+        return None;
     }
-
-    /// Returns the cheapest step that relieves the budget at this level and is not pausing, or
-    /// `None` while a cheaper one runs. Changes nothing; costs one check of each step.
-    pub(crate) fn due(&self, budget: Budget, level: Level, now: Moment) -> Option<usize> {
-        if level < Level::Elevated {
-            return None;
+    let asked = |step: &ReclaimStep| step.relieves == of && level >= step.starts_at;
+    for (at, step) in steps.iter().enumerate().filter(|(_, step)| asked(step)) {
+        match step.pace.next() {
+            Moment::NEVER => return None,
+            next if next <= now => return Some(at),
+            _ => {}
         }
-        let asked = |step: &ReclaimStep| step.relieves == budget && level >= step.starts_at;
-        for (at, step) in self.steps.iter().enumerate().filter(|(_, step)| asked(step)) {
-            match step.pace.next() {
-                Moment::NEVER => return None,
-                next if next <= now => return Some(at),
-                _ => {}
-            }
-        }
-        None
     }
+    None
 }
 
 /// Runs functions of the application on a new thread, and waits for the answer, at most for this
@@ -216,20 +200,20 @@ mod tests {
     #[test]
     fn the_cheapest_step_of_the_budget_and_level_is_due_first() {
         let gives = Arc::new(AtomicU64::new(100));
-        let policy = ReclaimPolicy::new(vec![
+        let steps = [
             step(Budget::Host, Level::Elevated, &gives),
             step(Budget::Host, Level::High, &gives),
             step(Budget::Device, Level::High, &gives),
-        ]);
-        let due = |budget, level| policy.due(budget, level, at(0));
+        ];
+        let due = |budget, level| due(&steps, budget, level, at(0));
         assert_eq!(due(Budget::Host, Level::None), None);
         assert_eq!(due(Budget::Host, Level::Critical), Some(0));
         assert_eq!(due(Budget::Device, Level::Elevated), None);
         assert_eq!(due(Budget::Device, Level::High), Some(2));
         // While the cheap one runs none is due; while it pauses the next one is.
-        assert!(policy.steps[0].pace.start(at(0)));
+        assert!(steps[0].pace.start(at(0)));
         assert_eq!(due(Budget::Host, Level::High), None);
-        policy.steps[0].run(ASKED, || at(0));
+        steps[0].run(ASKED, || at(0));
         assert_eq!(due(Budget::Host, Level::High), Some(1));
         assert_eq!(due(Budget::Host, Level::Elevated), None);
     }
@@ -237,14 +221,14 @@ mod tests {
     #[test]
     fn a_step_backs_off_while_it_recovers_little_and_comes_back_when_it_does() {
         let gives = Arc::new(AtomicU64::new(4));
-        let policy = ReclaimPolicy::new(vec![step(Budget::Host, Level::Elevated, &gives)]);
+        let steps = [step(Budget::Host, Level::Elevated, &gives)];
         let mut starts = Vec::new();
         for tick in 0..6000 {
             let now = at(tick * 10);
-            if policy.due(Budget::Host, Level::Elevated, now) == Some(0) {
-                assert!(policy.steps[0].pace.start(now));
-                assert!(!policy.steps[0].pace.start(now), "started twice");
-                policy.steps[0].run(ASKED, || now);
+            if due(&steps, Budget::Host, Level::Elevated, now) == Some(0) {
+                assert!(steps[0].pace.start(now));
+                assert!(!steps[0].pace.start(now), "started twice");
+                steps[0].run(ASKED, || now);
                 starts.push(tick * 10);
             }
         }
@@ -253,27 +237,18 @@ mod tests {
         assert!(pauses.iter().skip(6).all(|&pause| pause == 10_000));
         gives.store(5, Ordering::Relaxed);
         let now = at(100_000);
-        assert!(policy.steps[0].pace.start(now));
-        policy.steps[0].run(ASKED, || now);
-        assert_eq!(policy.due(Budget::Host, Level::Elevated, now + PAUSE_MIN), Some(0));
+        assert!(steps[0].pace.start(now));
+        steps[0].run(ASKED, || now);
+        assert_eq!(due(&steps, Budget::Host, Level::Elevated, now + PAUSE_MIN), Some(0));
     }
 
     #[test]
     fn a_reclaimer_that_panics_recovers_nothing_and_stays_in_the_policy() {
         let gives = Arc::new(AtomicU64::new(u64::MAX));
-        let policy = ReclaimPolicy::new(vec![step(Budget::Host, Level::Elevated, &gives)]);
-        assert!(policy.steps[0].pace.start(at(0)));
-        policy.steps[0].run(ASKED, || at(5));
-        assert_eq!(policy.due(Budget::Host, Level::Elevated, at(204)), None);
-        assert_eq!(policy.due(Budget::Host, Level::Elevated, at(205)), Some(0));
-    }
-
-    #[test]
-    #[should_panic(expected = "33 reclaim steps, expected at most 32")]
-    fn a_policy_has_a_bounded_number_of_steps() {
-        let step = || step(Budget::Host, Level::High, &Arc::default());
-        assert_eq!(ReclaimPolicy::new(Vec::new()).due(Budget::Host, Level::Critical, at(0)), None);
-        let _ = ReclaimPolicy::new((0..ReclaimPolicy::STEPS_MAX).map(|_| step()).collect());
-        let _ = ReclaimPolicy::new((0..=ReclaimPolicy::STEPS_MAX).map(|_| step()).collect());
+        let steps = [step(Budget::Host, Level::Elevated, &gives)];
+        assert!(steps[0].pace.start(at(0)));
+        steps[0].run(ASKED, || at(5));
+        assert_eq!(due(&steps, Budget::Host, Level::Elevated, at(204)), None);
+        assert_eq!(due(&steps, Budget::Host, Level::Elevated, at(205)), Some(0));
     }
 }

@@ -424,13 +424,8 @@ impl AdmissionState {
     #[inline]
     fn wake_up_to(&self, others: usize) {
         if !self.queue.is_empty() {
-            self.wake(others);
+            self.queue.wake([&self.host, &self.device], others);
         }
-    }
-
-    #[cold]
-    fn wake(&self, others: usize) {
-        self.queue.wake([&self.host, &self.device], others);
     }
 
     /// Releases the host memory of a request that ends and is not exempt.
@@ -894,7 +889,11 @@ impl AdmissionState {
         }
         let retry_after = match hint {
             RetryHint::Unloading(takes) => self.retry_after(Some(takes)),
-            RetryHint::Resident(stays) if !ledger.drains(&short) => known(stays, self.spread()),
+            // A known time: up to a tenth and one second are added.
+            RetryHint::Resident(stays) if !ledger.drains(&short) => {
+                let seconds = whole_seconds(stays.min(KNOWN_MAX));
+                Duration::from_secs(seconds + self.spread() % (seconds / 10 + 2))
+            }
             RetryHint::Resident(_) | RetryHint::Unknown => self.retry_after(wait),
         };
         let (reserved, allowance) = (ledger.in_bytes(reserved), ledger.in_bytes(allowance));
@@ -1038,13 +1037,6 @@ pub(super) fn replace<T>(slot: &RwLock<Option<T>>, new: Option<T>) {
     drop(before);
 }
 
-/// Returns a known time, at most [`KNOWN_MAX`], in whole seconds, plus up to a tenth and one
-/// second.
-fn known(time: Duration, spread: u64) -> Duration {
-    let seconds = whole_seconds(time.min(KNOWN_MAX));
-    Duration::from_secs(seconds + spread % (seconds / 10 + 2))
-}
-
 fn whole_seconds(time: Duration) -> u64 {
     time.as_secs().saturating_add(u64::from(time.subsec_nanos() > 0))
 }
@@ -1170,7 +1162,7 @@ mod tests {
         });
         let (stats, threads) = (door.stats(), 2 * STRIPES as u64);
         assert_eq!((stats.admitted_total, stats.finished_total), (threads, threads));
-        let class = door.classes(Budget::Host)[crate::tally::SizeClass::of(cost.host).place()];
+        let class = door.classes(Budget::Host)[crate::tally::class_of(cost.host)];
         assert_eq!(class.admitted_total, threads);
     }
 }

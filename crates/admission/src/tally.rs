@@ -118,7 +118,7 @@ struct ClassTally {
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub(super) struct Shard {
-    classes: [[ClassTally; SizeClass::COUNT]; 2],
+    classes: [[ClassTally; ClassStats::COUNT]; 2],
     exempt: AtomicU64,
     /// Requests whose permits were dropped on this thread, wherever they were admitted.
     finished: AtomicU64,
@@ -223,7 +223,7 @@ impl<'a> Tally<'a> {
     #[inline]
     fn count(self, budget: Budget, bytes: ByteSize, of: impl Fn(&ClassTally) -> &[AtomicU64; 2]) {
         let classes = self.shard.classes.get(budget as usize);
-        if let Some(class) = classes.and_then(|list| list.get(SizeClass::of(bytes).place())) {
+        if let Some(class) = classes.and_then(|list| list.get(class_of(bytes))) {
             let [requests, sum] = of(class);
             self.add(requests, 1);
             self.add(sum, bytes.get());
@@ -305,7 +305,7 @@ pub struct ClassStats {
 
 impl ClassStats {
     /// The number of classes.
-    pub const COUNT: usize = SizeClass::COUNT;
+    pub const COUNT: usize = 24;
 }
 
 impl AdmissionStats {
@@ -332,19 +332,19 @@ impl AdmissionStats {
 /// Counts of one budget's requests, by class, since start.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct BudgetCounts {
-    pub(super) classes: [ClassStats; SizeClass::COUNT],
+    pub(super) classes: [ClassStats; ClassStats::COUNT],
     /// Bytes reserved by requests outside their classes: exempt requests and growth.
     pub(super) beside: u64,
 }
 
 impl Default for BudgetCounts {
     fn default() -> Self {
-        let empty = |of: SizeClass| ClassStats {
-            class: of.name(),
-            bound: of.bound(),
+        let empty = |at: usize| ClassStats {
+            class: NAMES[at],
+            bound: class_bound(at),
             ..ClassStats::default()
         };
-        Self { classes: SizeClass::all().map(empty), beside: 0 }
+        Self { classes: std::array::from_fn(empty), beside: 0 }
     }
 }
 
@@ -387,55 +387,27 @@ impl BudgetCounts {
 const FIRST: u32 = 14;
 
 /// Names by index, used as labels in metrics.
-const NAMES: [&str; SizeClass::COUNT] = [
+const NAMES: [&str; ClassStats::COUNT] = [
     "16KiB", "32KiB", "64KiB", "128KiB", "256KiB", "512KiB", "1MiB", "2MiB", "4MiB", "8MiB",
     "16MiB", "32MiB", "64MiB", "128MiB", "256MiB", "512MiB", "1GiB", "2GiB", "4GiB", "8GiB",
     "16GiB", "32GiB", "64GiB", "larger",
 ];
 
-/// A class of requests of similar size, for counting and for fairness ([`ClassStats::bound`]).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct SizeClass(u8);
+/// Returns the class of a request of `bytes` bytes: an index of [`BudgetCounts::classes`].
+#[inline]
+pub(crate) const fn class_of(bytes: ByteSize) -> usize {
+    // The exponent of the power of two at or above it, less FIRST. Up to FIRST the lowest bit, set
+    // here, makes it zero.
+    let at = (bytes.get().saturating_sub(1) >> (FIRST - 1) | 1).ilog2() as usize;
+    if at < ClassStats::COUNT { at } else { ClassStats::COUNT - 1 }
+}
 
-impl SizeClass {
-    /// The number of classes.
-    pub(crate) const COUNT: usize = Self::LAST as usize + 1;
-
-    const LAST: u32 = 23;
-
-    /// Returns the class of a request of `bytes` bytes.
-    #[inline]
-    #[expect(clippy::cast_possible_truncation, reason = "it is at most LAST")]
-    pub(crate) const fn of(bytes: ByteSize) -> Self {
-        // The exponent of the power of two at or above it, less FIRST. Up to FIRST the lowest bit,
-        // set here, makes it zero.
-        let at = (bytes.get().saturating_sub(1) >> (FIRST - 1) | 1).ilog2();
-        Self(if at < Self::LAST { at as u8 } else { Self::LAST as u8 })
+/// Returns the largest request of a class, or [`ByteSize::MAX`] for the last class.
+pub(crate) const fn class_bound(class: usize) -> ByteSize {
+    if class >= ClassStats::COUNT - 1 {
+        return ByteSize::MAX;
     }
-
-    /// Returns all classes, from the smallest.
-    pub(crate) fn all() -> [Self; Self::COUNT] {
-        #[expect(clippy::cast_possible_truncation, reason = "there are few")]
-        std::array::from_fn(|at| Self(at as u8))
-    }
-
-    /// Returns the largest request of the class, or [`ByteSize::MAX`] for the last class.
-    pub(crate) const fn bound(self) -> ByteSize {
-        if self.0 as u32 >= Self::LAST {
-            return ByteSize::MAX;
-        }
-        ByteSize::new(1 << (FIRST + self.0 as u32))
-    }
-
-    /// Returns the label in metrics: the bound, or `larger`.
-    pub(crate) fn name(self) -> &'static str {
-        NAMES.get(self.place()).copied().unwrap_or("larger")
-    }
-
-    /// Returns the index in a list of all classes.
-    pub(crate) const fn place(self) -> usize {
-        self.0 as usize
-    }
+    ByteSize::new(1 << FIRST << class)
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
@@ -539,7 +511,7 @@ mod tests {
         assert_eq!((counts.admitted_total, counts.finished_total, counts.held()), (all, all, 0));
         assert_eq!(counts.rejected, [all, all, 0, 0, 0, 0, 0, 0, 0, 0]);
         assert_eq!(host.beside, 3 * all);
-        let class = |bytes| host.classes[SizeClass::of(bytes).place()];
+        let class = |bytes| host.classes[class_of(bytes)];
         assert_eq!(class(ByteSize::mib(1)).admitted_bytes_total, all << 20);
         assert_eq!(class(ByteSize::mib(8)).rejected_bytes_total, all << 23);
         assert_eq!(device.classes[0].admitted_total, all / 2, "no bytes are of no class there");
@@ -552,23 +524,20 @@ mod size_class_tests {
 
     #[test]
     fn a_class_holds_what_is_over_half_of_its_bound_and_no_more_than_it() {
-        for (at, class) in SizeClass::all().into_iter().enumerate() {
-            assert_eq!(class.place(), at);
-            let bound = class.bound();
-            assert_eq!(SizeClass::of(bound), class);
+        for (at, name) in NAMES.into_iter().enumerate() {
+            let bound = class_bound(at);
+            assert_eq!(class_of(bound), at);
             if bound == ByteSize::MAX {
-                assert_eq!((at, class.name()), (SizeClass::COUNT - 1, "larger"));
+                assert_eq!((at, name), (ClassStats::COUNT - 1, "larger"));
                 continue;
             }
-            assert_eq!(class.name(), bound.exact(), "the name says the bound");
-            let above = SizeClass::of(bound.saturating_add(ByteSize::new(1)));
-            assert_eq!(above.place(), at + 1);
+            assert_eq!(name, bound.exact(), "the name says the bound");
+            assert_eq!(class_of(bound.saturating_add(ByteSize::new(1))), at + 1);
             if at > 0 {
-                let half = ByteSize::new(bound.get() / 2);
-                assert_eq!(SizeClass::of(half).place(), at - 1);
+                assert_eq!(class_of(ByteSize::new(bound.get() / 2)), at - 1);
             }
         }
-        assert_eq!(SizeClass::of(ByteSize::ZERO).place(), 0);
-        assert_eq!(SizeClass::of(ByteSize::new(1)).place(), 0);
+        assert_eq!(class_of(ByteSize::ZERO), 0);
+        assert_eq!(class_of(ByteSize::new(1)), 0);
     }
 }

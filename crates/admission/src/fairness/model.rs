@@ -223,7 +223,10 @@ impl Model {
         let ledger = self.admission.ledger(Budget::Host);
         if let Some(fairness) = &mut self.fairness {
             let counts = self.admission.state().budget_counts(Budget::Host);
-            self.balance = fairness.update(LedgerFigures::of(ledger, TICK), &counts);
+            let (reserved, requests) = (ledger.reserved(), ledger.requests());
+            let (since, allowance) = (TICK, ledger.allowance());
+            let seen = LedgerFigures { since, reserved, requests, allowance };
+            self.balance = fairness.update(seen, &counts);
             ledger.balance(self.balance);
         }
         assert!(self.reserved_headroom().get() <= self.allowance().get() / 3);

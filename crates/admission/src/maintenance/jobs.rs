@@ -9,7 +9,7 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::reclaim::ReclaimPolicy;
+use crate::reclaim::STEPS_MAX;
 use lowtide_core::clock::{Clock, Moment};
 
 use super::state::PressureState;
@@ -83,7 +83,7 @@ pub enum Job {
 
 /// Bit numbers: the lower, the more urgent. The reclaim steps follow the pressure purge.
 const STEP_FIRST: usize = 1;
-const REST_FIRST: usize = STEP_FIRST + ReclaimPolicy::STEPS_MAX;
+const REST_FIRST: usize = STEP_FIRST + STEPS_MAX;
 
 /// The other jobs, from the most urgent.
 const REST: [Job; 15] = [
@@ -111,7 +111,7 @@ impl Job {
     fn place(self) -> Option<usize> {
         match self {
             Self::Purge { trigger: Trigger::Pressure } => Some(0),
-            Self::Reclaim { step: ReclaimPolicy::STEPS_MAX.. } => None,
+            Self::Reclaim { step: STEPS_MAX.. } => None,
             Self::Reclaim { step } => Some(STEP_FIRST + step),
             _ => REST.iter().position(|job| *job == self).map(|at| REST_FIRST + at),
         }
@@ -167,15 +167,11 @@ impl PressureState {
 
     /// Takes the most urgent job.
     pub fn pop_job(&self) -> Option<Job> {
-        let mut pending = Jobs(self.pending.load(Ordering::Acquire));
-        // Ends: a bit that another thread took is not tried again.
-        loop {
-            let job = pending.next()?;
-            let bit = 1 << job.place()?;
-            if self.pending.fetch_and(!bit, Ordering::AcqRel) & bit != 0 {
-                return Some(job);
-            }
-        }
+        // One that another thread took is not tried again.
+        Jobs(self.pending.load(Ordering::Acquire)).find(|job| {
+            let bit = job.place().map_or(0, |place| 1 << place);
+            self.pending.fetch_and(!bit, Ordering::AcqRel) & bit != 0
+        })
     }
 
     /// Returns `true` if a job is pending.
@@ -225,7 +221,7 @@ mod tests {
             assert_eq!(job.place(), Some(place), "{job:?}");
         }
         assert_eq!(Job::at(REST_FIRST + REST.len()), None);
-        assert_eq!(Job::Reclaim { step: ReclaimPolicy::STEPS_MAX }.place(), None);
+        assert_eq!(Job::Reclaim { step: STEPS_MAX }.place(), None);
     }
 
     #[test]

@@ -27,6 +27,7 @@ use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
+use lowtide_core::sync::try_lock;
 
 use super::admission::Admission;
 use super::ceiling::{Ceiling, CeilingParts, CeilingSample};
@@ -38,7 +39,7 @@ use super::ledger::{Ledger, RoomSharing};
 use super::limit_advice::LimitSample;
 use super::managed::Resources;
 use super::pressure::{Level, PressureTracker, Thresholds};
-use super::reclaim::{ReclaimBackoff, ReclaimPolicy, ReclaimStep};
+use super::reclaim::{ReclaimBackoff, ReclaimStep, STEPS_MAX, due};
 use super::signal::{Limit, LimitSource};
 use super::state::AdmissionState;
 use super::tally::{AdmissionStats, BudgetCounts};
@@ -196,12 +197,13 @@ impl BudgetAccount {
 
     /// Updates the allowance and the headroom reserved within it.
     fn correct(&mut self, measured: Measured) {
-        let since = measured.turnover.time;
-        let ledger = self.ledger();
+        let (ledger, since) = (self.ledger(), measured.turnover.time);
         ledger.correct(&mut self.correction, measured);
         self.counts = self.state().budget_counts(self.budget);
-        let balance = self.fairness.update(LedgerFigures::of(ledger, since), &self.counts);
-        ledger.balance(balance);
+        let (reserved, requests, allowance) =
+            (ledger.reserved(), ledger.requests(), ledger.allowance());
+        let seen = LedgerFigures { since, reserved, requests, allowance };
+        ledger.balance(self.fairness.update(seen, &self.counts));
     }
 
     /// Publishes a last allowance, as if nothing were held but the reservations, and no reserved
@@ -248,6 +250,8 @@ const PUBLISH: usize = 2;
 struct Tick {
     now: Moment,
     sample: Sample,
+    /// The limit, or [`ByteSize::MAX`] if none is known.
+    limit: ByteSize,
     stats: AdmissionStats,
     /// `true` if requests wait for room.
     waits: bool,
@@ -266,7 +270,8 @@ pub struct Maintenance {
     sensor: Box<dyn Sensor>,
     admission: Admission,
     resources: Resources,
-    policy: ReclaimPolicy,
+    /// The reclaim steps, the cheapest first.
+    steps: Arc<[ReclaimStep]>,
     state: Arc<PressureState>,
     purge: Arc<ReclaimBackoff>,
     host: BudgetAccount,
@@ -313,6 +318,7 @@ impl Maintenance {
     ///
     /// # Panics
     /// If there are more than 32 steps.
+    #[expect(clippy::panic_in_result_fn, reason = "an error of the program")]
     pub fn new(
         settings: Settings,
         sensor: Box<dyn Sensor>,
@@ -321,6 +327,8 @@ impl Maintenance {
         steps: Vec<ReclaimStep>,
     ) -> Result<Self, SettingsError> {
         settings.check()?;
+        let count = steps.len();
+        assert!(count <= STEPS_MAX, "{count} reclaim steps, expected at most {STEPS_MAX}");
         let (thresholds, factor) = (settings.thresholds, settings.correction_factor);
         let account = |budget| BudgetAccount::new(admission.clone(), budget, thresholds, factor);
         let (host, device) = (account(Budget::Host), account(Budget::Device));
@@ -329,7 +337,7 @@ impl Maintenance {
             sensor,
             admission,
             resources,
-            policy: ReclaimPolicy::new(steps),
+            steps: steps.into(),
             state: Arc::default(),
             purge: Arc::default(),
             host,
@@ -376,7 +384,7 @@ impl Maintenance {
         Worker {
             state: self.state(),
             purge: Arc::clone(&self.purge),
-            policy: self.policy.clone(),
+            steps: Arc::clone(&self.steps),
             resources: self.resources.clone(),
             hands,
             panics: 0,
@@ -401,7 +409,7 @@ impl Maintenance {
         self.account(&tick, &mut figures);
         if now - self.recorded_at >= RECORD_EVERY {
             self.recorded_at = now;
-            self.record_limits(&tick, figures.limit);
+            self.record_limits(&tick);
         }
         // And once a large one that waits for that holds what it needs.
         let unheld = state.host.unheld().saturating_add(state.unused.wanted());
@@ -417,7 +425,7 @@ impl Maintenance {
         decided.chain(self.climb(now)).flatten().for_each(|job| jobs.insert(job));
         let due = self.post_due(&tick, &mut jobs);
         let active_tick = self.settings.active_tick;
-        let is_active = self.is_active(sample, last.physical);
+        let is_active = self.is_active(&tick, last.physical);
         let step = self.jittered(if is_active { active_tick } else { self.settings.idle_tick });
         // A job that is already due has been posted: check again after an active tick at the
         // earliest.
@@ -440,14 +448,14 @@ impl Maintenance {
         }
         state.host.taken.store(sample.in_progress.get(), Ordering::Relaxed);
         let Settings { purge_floor, purge_part, ceiling_max, .. } = self.settings;
-        let is_known = sample.limit.is_known();
-        let most = if is_known { sample.limit.bytes.scaled(ceiling_max) } else { ByteSize::MAX };
+        let limit = if sample.limit.is_known() { sample.limit.bytes } else { ByteSize::MAX };
+        let most = part_of(limit, ceiling_max);
         let worth = purge_floor.max(sample.heap_live.scaled(purge_part));
-        let reserve = sample.limit.bytes.saturating_sub(most);
+        let reserve = limit.saturating_sub(most);
         let urgent_worth = purge_floor.max(worth.min(reserve));
         // Once: it sums counters of all threads.
-        let stats = state.counts();
-        Tick { now, sample, stats, waits: state.has_waiting(), most, worth, urgent_worth }
+        let (stats, waits) = (state.counts(), state.has_waiting());
+        Tick { now, sample, limit, stats, waits, most, worth, urgent_worth }
     }
 
     /// Posts the jobs whose time has come. Returns the time of the next one.
@@ -561,9 +569,8 @@ impl Maintenance {
 
     /// Updates levels, allowances and reserved headroom.
     fn account(&mut self, tick: &Tick, figures: &mut Figures) {
-        let Tick { now, ref sample, ref stats, .. } = *tick;
-        let turnover = self.host.turnover(stats, now);
-        let limit = if sample.limit.is_known() { sample.limit.bytes } else { ByteSize::MAX };
+        let Tick { now, ref sample, limit, .. } = *tick;
+        let turnover = self.host.turnover(&tick.stats, now);
         let DeviceFigures { committed, idle, limit: device_limit } = sample.device;
         let device_limit = device_limit.unwrap_or(ByteSize::MAX);
         self.admission.state().is_device_lost.store(device_limit.is_zero(), Ordering::Relaxed);
@@ -616,29 +623,28 @@ impl Maintenance {
     }
 
     /// Records the needs of requests for the advice on limits.
-    fn record_limits(&self, tick: &Tick, limit: ByteSize) {
-        let (ledger, correction) = (self.host.ledger(), &self.host.correction);
+    fn record_limits(&self, tick: &Tick) {
+        let (totals, correction) = (self.host.ledger().totals(), &self.host.correction);
         let by_level = [RejectReason::Pressure, RejectReason::Exhausted];
-        let (required, reserved) = (tick.sample.required(), ledger.requests());
-        let (unheld, resources) = (ledger.unheld(), ledger.resource_reservations());
-        let correction_factor = correction.correction_factor;
-        let without_requests = required.saturating_sub(reserved.scaled(correction_factor));
+        let (required, correction_factor) = (tick.sample.required(), correction.correction_factor);
+        let of_requests = totals.requests.scaled(correction_factor);
+        let without_requests = required.saturating_sub(of_requests);
         let limits = LimitSample {
             now: tick.now,
-            limit,
+            limit: tick.limit,
             required,
-            resources,
-            loaded: resources.saturating_sub(ledger.loading()),
-            other: if limit < ByteSize::MAX { correction.other } else { without_requests },
+            totals,
+            other: if tick.limit < ByteSize::MAX { correction.other } else { without_requests },
             correction_factor,
             trusts_lone: correction.trusts_lone(),
-            reserved,
-            held: reserved.saturating_sub(unheld),
-            is_measured: !unheld.is_zero() || correction.is_measured(),
+            is_measured: !totals.unheld.is_zero() || correction.is_measured(),
             classes: self.host.counts.classes,
             rejected_by_level: by_level.map(|it| tick.stats.rejected_total(it)).iter().sum(),
         };
-        self.state.record_limits(limits, self.settings.ceiling);
+        // Unless the record is being read: then the next sample covers its time too.
+        if let Some(mut record) = try_lock(&self.state.limits) {
+            record.add(limits, self.settings.ceiling);
+        }
     }
 
     /// Returns the saturation.
@@ -669,19 +675,18 @@ impl Maintenance {
     /// Returns one reclaim step for each budget.
     fn climb(&self, now: Moment) -> [Option<Job>; 2] {
         [&self.host, &self.device].map(|account| {
-            let step = self.policy.due(account.budget, account.pressure.level, now)?;
-            self.policy.steps.get(step)?.pace.start(now).then_some(Job::Reclaim { step })
+            let step = due(&self.steps, account.budget, account.pressure.level, now)?;
+            self.steps.get(step)?.pace.start(now).then_some(Job::Reclaim { step })
         })
     }
 
     /// Returns `true` if the next sample should come soon after this one. The last one found so many
     /// physical bytes.
-    fn is_active(&self, sample: &Sample, last: ByteSize) -> bool {
-        let limit = sample.limit;
-        let filled = limit.is_known() && sample.required() > limit.bytes.scaled(0.5);
+    fn is_active(&self, tick: &Tick, last: ByteSize) -> bool {
+        let sample = &tick.sample;
+        let filled = sample.required() > tick.limit.scaled(0.5);
         let last = if self.planned == Moment::NEVER { ByteSize::MAX } else { last };
-        let grown = sample.physical.saturating_sub(last);
-        let grows = grown > if limit.is_known() { limit.bytes.scaled(0.01) } else { ByteSize::MAX };
+        let grows = sample.physical.saturating_sub(last) > tick.limit.scaled(0.01);
         let pressed = self.host.pressure.level.max(self.device.pressure.level) > Level::None;
         let waits = !self.admission.state().queue.is_empty();
         let is_held = self.accounts().any(|account| !account.ledger().requests().is_zero());

@@ -147,7 +147,8 @@ impl Maintenance {
         } else {
             return None;
         };
-        if !self.purge.start(now) && !(is_urgent && self.purge.start_without_pause()) {
+        let starts = self.purge.start(now) || is_urgent && self.purge.start_without_pause();
+        if !starts {
             return None;
         }
         (self.purged_at, self.recalled, self.loaded_at) = (now, quiet, None);

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use crate::ceiling::CeilingParts;
 use crate::cost::Budget;
-use crate::limit_advice::{LimitAdvice, LimitRecord, LimitSample};
+use crate::limit_advice::{LimitAdvice, LimitRecord};
 use crate::pressure::Level;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Bell;
@@ -48,14 +48,15 @@ pub(super) struct Figures {
 pub struct PressureState {
     figures: Mutex<Figures>,
     physical_peak: AtomicU64,
-    ticks: AtomicU64,
-    late: AtomicU64,
+    pub(super) ticks: AtomicU64,
+    /// The largest delay of a tick, in nanoseconds.
+    pub(super) late: AtomicU64,
     /// The bits of the pending jobs.
     pub(super) pending: AtomicU64,
     pub(super) closed: AtomicBool,
     pub(super) bell: Arc<Bell>,
     /// The control loop tries the lock, and adds what it missed at the next tick.
-    limits: Mutex<LimitRecord>,
+    pub(super) limits: Mutex<LimitRecord>,
     birth: Birth,
 }
 
@@ -86,10 +87,10 @@ impl PressureState {
     }
 
     /// Returns the bytes that count against the host's limit, without the
-    /// [unreleased](Self::unreleased) ones.
+    /// [unreleased](Sample::unreleased) ones.
     #[must_use]
     pub fn physical(&self) -> ByteSize {
-        self.figures().sample.physical
+        self.sample().physical
     }
 
     /// Returns the largest physical bytes of a sample since the last call of this method; zero
@@ -99,28 +100,16 @@ impl PressureState {
         ByteSize::new(self.physical_peak.swap(0, Ordering::Relaxed))
     }
 
-    /// Returns the unused bytes that stay resident because the kernel does not take them back.
+    /// Returns the last sample.
     #[must_use]
-    pub fn unreleased(&self) -> ByteSize {
-        self.figures().sample.unreleased
-    }
-
-    /// Returns the part of the physical bytes that a purge releases.
-    #[must_use]
-    pub fn purgeable(&self) -> ByteSize {
-        self.figures().sample.purgeable
+    pub fn sample(&self) -> Sample {
+        self.figures().sample
     }
 
     /// Returns the part of the physical bytes that a purge with this trigger releases.
     pub(super) fn purgeable_by(&self, trigger: Trigger) -> ByteSize {
-        let sample = self.figures().sample;
+        let sample = self.sample();
         if trigger.leaves_decaying() { purgeable_now(&sample) } else { sample.purgeable }
-    }
-
-    /// Returns the physical bytes less the purgeable ones.
-    #[must_use]
-    pub fn required(&self) -> ByteSize {
-        self.figures().sample.required()
     }
 
     /// Returns the host's limit, or [`ByteSize::MAX`] if none is known.
@@ -209,19 +198,5 @@ impl PressureState {
     #[must_use]
     pub fn limit_advice(&self) -> LimitAdvice {
         lock(&self.limits).advice()
-    }
-
-    /// Records a sample, unless the record is being read: then the next sample covers its time too.
-    pub(super) fn record_limits(&self, sample: LimitSample, ceiling_part: f64) {
-        if let Some(mut limits) = try_lock(&self.limits) {
-            limits.add(sample, ceiling_part);
-        }
-    }
-
-    /// Counts a tick that began with this delay.
-    pub(super) fn note_tick(&self, late: Duration) {
-        self.ticks.fetch_add(1, Ordering::Relaxed);
-        let nanos = u64::try_from(late.as_nanos()).unwrap_or(u64::MAX);
-        self.late.fetch_max(nanos, Ordering::Relaxed);
     }
 }

@@ -25,7 +25,7 @@ use super::{Maintenance, PressureState};
 use crate::cost::Budget;
 use crate::managed::Resources;
 use crate::pressure::Level;
-use crate::reclaim::{PAUSE_MIN, ReclaimBackoff, ReclaimPolicy};
+use crate::reclaim::{PAUSE_MIN, ReclaimBackoff, ReclaimStep};
 use crate::state::replace;
 
 /// Actions that the worker delegates. `memory` implements them over heap, arenas and metrics.
@@ -45,7 +45,7 @@ pub trait MaintenanceActions: Send {
 pub struct Worker {
     pub(super) state: Arc<PressureState>,
     pub(super) purge: Arc<ReclaimBackoff>,
-    pub(super) policy: ReclaimPolicy,
+    pub(super) steps: Arc<[ReclaimStep]>,
     pub(super) resources: Resources,
     pub(super) hands: Box<dyn MaintenanceActions>,
     pub(super) panics: u64,
@@ -75,53 +75,41 @@ impl Worker {
 
     fn work(&mut self, job: Job, clock: &dyn Clock) {
         let now = clock.now();
-        match job {
-            Job::Purge { trigger } => {
-                let asked = self.state.purgeable_by(trigger);
-                let recovered = self.hands.purge(trigger);
-                if trigger.is_paced() {
-                    self.purge.finish(asked, recovered, clock.now());
-                }
+        if let Job::Purge { trigger } = job {
+            let asked = self.state.purgeable_by(trigger);
+            let recovered = self.hands.purge(trigger);
+            if trigger.is_paced() {
+                self.purge.finish(asked, recovered, clock.now());
             }
+            return;
+        }
+        let before = self.resources.releases_total();
+        match job {
             Job::Reclaim { step } => {
-                let before = self.resources.releases_total();
-                let Some(step) = self.policy.steps.get(step) else { return };
-                let budget = step.relieves;
+                let Some(step) = self.steps.get(step) else { return };
+                let figures = self.state.figures();
                 let is_dear = step.starts_at >= Level::High;
-                let spared = if is_dear { self.purgeable(budget, now) } else { ByteSize::ZERO };
-                let bytes = self.state.figures().wanted[budget as usize].saturating_sub(spared);
+                // No dearer memory is released instead of what the next purge releases, unless the
+                // last ones released little.
+                let next = self.purge.next();
+                let works = next == Moment::NEVER || next <= now + PAUSE_MIN;
+                let spares = is_dear && works && step.relieves == Budget::Host;
+                let spared = if spares { figures.sample.purgeable } else { ByteSize::ZERO };
+                let bytes = figures.wanted[step.relieves as usize].saturating_sub(spared);
                 if is_dear && bytes.is_zero() {
                     return step.pace.cancel();
                 }
                 step.run(bytes, || clock.now());
-                self.purge_after_unload(self.resources.releases_total() > before);
             }
-            Job::UnloadIdle => {
-                let unloaded = self.resources.unload_due(now);
-                self.purge_after_unload(unloaded > 0);
-            }
+            Job::UnloadIdle => drop(self.resources.unload_due(now)),
             _ => {
-                let before = self.resources.releases_total();
                 if self.hands.run(job, now) {
                     self.state.post(job);
                 }
-                self.purge_after_unload(self.resources.releases_total() > before);
             }
         }
-    }
-
-    /// Returns the bytes that the next purge releases, unless the last ones released little. No
-    /// dearer memory is released instead of them.
-    fn purgeable(&self, budget: Budget, now: Moment) -> ByteSize {
-        let next = self.purge.next();
-        let works = next == Moment::NEVER || next <= now + PAUSE_MIN;
-        if budget == Budget::Host && works { self.state.purgeable() } else { ByteSize::ZERO }
-    }
-
-    /// Posts a purge if a resource was unloaded or a reclaimer called: only a purge releases the
-    /// memory.
-    fn purge_after_unload(&self, unloaded: bool) {
-        if unloaded {
+        // A resource was unloaded or a reclaimer called: only a purge releases the memory.
+        if self.resources.releases_total() > before {
             self.state.post(Job::Purge { trigger: Trigger::Unload });
         }
     }
@@ -162,7 +150,9 @@ impl Maintenance {
     /// Runs a tick. Returns the time of the next one.
     fn turn(&mut self, clock: &dyn Clock) -> Moment {
         let now = clock.now();
-        self.state.note_tick(now - self.due);
+        self.state.ticks.fetch_add(1, Ordering::Relaxed);
+        let late = u64::try_from((now - self.due).as_nanos()).unwrap_or(u64::MAX);
+        self.state.late.fetch_max(late, Ordering::Relaxed);
         // A sensor that panics costs its tick, not the thread: the allowances stay unchanged.
         let (next, is_urgent) = match caught(|| self.tick(now)) {
             Ok(_) => (self.planned, self.may_fill_up),
@@ -217,7 +207,7 @@ mod tests {
     use crate::admission::Admission;
     use crate::cost::{Cost, Priority};
     use crate::maintenance::{Sample, Sensor, Settings};
-    use crate::reclaim::ReclaimStep;
+    use crate::reclaim::STEPS_MAX;
     use crate::signal::Limit;
     use lowtide_core::bytes::ByteSize;
     use lowtide_core::clock::ManualClock;
@@ -436,8 +426,8 @@ mod tests {
                 *lock(&asks) = Some(bytes);
                 ByteSize::ZERO
             });
-            worker.policy = ReclaimPolicy::new(vec![step]);
-            maintenance.policy = worker.policy.clone();
+            worker.steps = [step].into();
+            maintenance.steps = Arc::clone(&worker.steps);
             let clock = ManualClock::new();
             let _ = maintenance.tick(clock.now());
             for _ in 0..8 {
@@ -447,6 +437,20 @@ mod tests {
             worker.run(Job::Reclaim { step: 0 }, &clock);
             assert_eq!(lock(&wanted).map_or(0, |bytes: ByteSize| bytes.get() >> 20), asked);
         }
+    }
+
+    #[test]
+    #[should_panic(expected = "33 reclaim steps, expected at most 32")]
+    fn a_loop_has_a_bounded_number_of_steps() {
+        let with_steps = |count| {
+            let step = |_| ReclaimStep::new(Budget::Host, Level::High, |bytes| bytes);
+            let steps = (0..count).map(step).collect();
+            let sensor = Box::new(Dear(Arc::default(), Sample::default()));
+            let (settings, admission) = (Settings::default(), Admission::new());
+            Maintenance::new(settings, sensor, admission, Resources::new(), steps)
+        };
+        assert!(with_steps(STEPS_MAX).is_ok());
+        let _ = with_steps(STEPS_MAX + 1);
     }
 
     #[test]

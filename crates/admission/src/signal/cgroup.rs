@@ -363,15 +363,10 @@ impl CgroupLevel {
         self.stat.is_some() && (self.usage.is_some() || names.is_v1)
     }
 
-    /// Returns the bytes held by all members.
-    fn held(&self, names: &Names) -> Option<u64> {
-        let usage = self.usage.as_ref().and_then(|file| file.read_line(number)).flatten();
-        self.stat(names).held_of(usage, names)
-    }
-
     /// Returns the bytes held by the other members of this ancestor, or the last known value.
     fn held_by_others(&self, names: &Names, leaf: Option<u64>, is_stale: &mut bool) -> u64 {
-        match self.held(names).zip(leaf) {
+        let usage = self.usage.as_ref().and_then(|file| file.read_line(number)).flatten();
+        match self.stat(names).held_of(usage, names).zip(leaf) {
             Some((all, ours)) => {
                 let others = all.saturating_sub(ours);
                 self.others_last.store(others, Ordering::Relaxed);
@@ -458,7 +453,7 @@ pub(super) struct CgroupPath {
     root: PathBuf,
     below: PathBuf,
     /// The cgroup's path is not under the mount's root; the mount itself stands for it.
-    outside: bool,
+    pub(super) outside: bool,
 }
 
 impl CgroupPath {
@@ -512,11 +507,6 @@ impl CgroupPath {
             open.extend(folders.map(|it| (folder.join(it.file_name()), level + 1)));
         }
         None
-    }
-
-    /// Returns the cgroup's folder; `None` if the mount stands for it.
-    pub(super) fn folder_of_own(&self, root: &Path) -> Option<PathBuf> {
-        self.folders(root).into_iter().next().filter(|_| !self.outside)
     }
 }
 

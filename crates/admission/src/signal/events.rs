@@ -165,7 +165,8 @@ pub(super) fn find_psi(
 ) -> Option<SignalFile> {
     let mounts = read_whole(&root.join("proc/self/mountinfo")).ok()?;
     let places = places(root, lines, &mounts, None);
-    let mut folders = places.iter().filter_map(|place| place.folder_of_own(root));
+    let own = places.iter().filter(|place| !place.outside);
+    let mut folders = own.filter_map(|place| place.folders(root).into_iter().next());
     // "cgroup.type: ... exists on non-root cgroups" (cgroup-v2.rst): the root's file is the
     // machine's.
     let own = folders.find(|folder| folder.join("cgroup.type").exists());

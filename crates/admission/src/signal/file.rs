@@ -42,10 +42,9 @@ impl SignalFile {
 
     /// Like [`SignalFile::open_noted`], without an entry if there is no such file.
     pub(super) fn open_if_any(path: &Path, missing: &mut Vec<SignalError>) -> Option<Self> {
-        let mut noted = Vec::new();
-        let opened = Self::open_noted(path, &mut noted);
-        missing.extend(noted.into_iter().filter(|error| !error.is_absent()));
-        opened
+        let opened = Self::open(path);
+        missing.extend(opened.as_ref().err().filter(|error| !error.is_absent()).cloned());
+        opened.ok()
     }
 
     /// Returns the result of `parse` for the current text; `None` if the file cannot be read or is
