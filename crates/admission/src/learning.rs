@@ -229,9 +229,9 @@ impl Room {
     /// If memory is almost exhausted, the room may be much less than the mean. Then a request needs
     /// its mean while others run, and one that runs alone reserves two thirds of what there is.
     pub fn limit(self, mean: ByteSize) -> ByteSize {
-        let most = |room: ByteSize| ByteSize::new(room.get() / 3 * 2);
+        let (all, shared) = (self.all.get() / 3 * 2, self.shared.get() / 3 * 2);
         // Not zero, since a request that reserves nothing is always admitted.
-        most(self.all).max(mean.min(most(self.shared))).max(COMPARED_MIN)
+        ByteSize::new(all.max(mean.get().min(shared))).max(COMPARED_MIN)
     }
 }
 
@@ -295,15 +295,19 @@ struct NeedRatio {
 impl NeedRatio {
     #[expect(clippy::cast_possible_truncation, reason = "seven digits are enough")]
     fn pack(self) -> u64 {
-        let bits = |value: f64| u64::from((value as f32).to_bits());
         // Not 0, which stands for no value.
-        bits(self.mean.max(f64::from(f32::MIN_POSITIVE))) << 32 | bits(self.deviation)
+        let mean = (self.mean as f32).max(f32::MIN_POSITIVE);
+        u64::from(mean.to_bits()) << 32 | u64::from((self.deviation as f32).to_bits())
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "either half")]
     fn unpack(packed: u64) -> Option<Self> {
-        let value = |bits: u64| f64::from(f32::from_bits(bits as u32));
-        (packed != 0).then(|| Self { mean: value(packed >> 32), deviation: value(packed) })
+        if packed == 0 {
+            return None;
+        }
+        let (mean, deviation) = ((packed >> 32) as u32, packed as u32);
+        let (mean, deviation) = (f32::from_bits(mean).into(), f32::from_bits(deviation).into());
+        Some(Self { mean, deviation })
     }
 
     /// Returns the reservation of a request with this estimate: the mean, and its share of the

@@ -391,7 +391,9 @@ impl AdmissionState {
     /// Wakes the requests that may fit now, after a release of bytes. Runs code of their executors.
     #[inline]
     pub fn wake_waiting(&self) {
-        self.wake_up_to(WOKEN_OTHERS);
+        if !self.queue.is_empty() {
+            self.wake(WOKEN_OTHERS);
+        }
     }
 
     /// Ends the wait of requests whose deadline has passed, and wakes those that may fit. If there
@@ -412,8 +414,8 @@ impl AdmissionState {
             let is_short = || lacks_room() && self.host.has_room_for_suspended();
             self.large.suspend_while(now, is_short);
         }
-        self.wake_up_to(WOKEN_OTHERS_TICK);
         if !self.queue.is_empty() {
+            self.wake(WOKEN_OTHERS_TICK);
             self.queue.wake_loads();
             if let Some(cost) = self.queue.overdue().filter(|_| !self.observes()) {
                 self.make_room(cost, None, Patience::HasWaited);
@@ -421,11 +423,9 @@ impl AdmissionState {
         }
     }
 
-    #[inline]
-    fn wake_up_to(&self, others: usize) {
-        if !self.queue.is_empty() {
-            self.queue.wake([&self.host, &self.device], others);
-        }
+    #[cold]
+    fn wake(&self, others: usize) {
+        self.queue.wake([&self.host, &self.device], others);
     }
 
     /// Releases the host memory of a request that ends and is not exempt.
