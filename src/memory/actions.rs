@@ -3,7 +3,7 @@
 //! Runs only on `lowtide-worker`. A failed action becomes a diagnostic, never a panic.
 
 use std::fs::File;
-use std::io::{self, Read as _};
+use std::io::{self, BufRead as _, BufReader};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,9 +13,7 @@ use crate::clock::Moment;
 use crate::metrics::names as name;
 use crate::metrics::process::ProcessReader;
 use crate::metrics::record::{self, HostPressure, MetricsWriter, label};
-use lowtide_admission::{
-    ClassStats, Job, Level, MaintenanceActions, ReclaimerStats, SignalError, Trigger,
-};
+use lowtide_admission::{ClassStats, Job, Level, MaintenanceActions, SignalError, Trigger};
 use lowtide_heap::{self as heap, HostArenaStats};
 
 use super::breakdown::Breakdown;
@@ -113,17 +111,13 @@ impl Drop for MaintenanceExecutor {
 
 /// Returns the number of mappings of this process, an error if it cannot be read.
 fn map_count() -> io::Result<u64> {
-    let (mut file, mut text) = (File::open("/proc/self/maps")?, vec![0; 64 << 10]);
+    let mut maps = BufReader::with_capacity(64 << 10, File::open("/proc/self/maps")?);
     let mut count = 0;
     // Ends: the kernel ends the text after the last mapping.
-    loop {
-        match file.read(&mut text)? {
-            0 => return Ok(count),
-            length => {
-                count += text.iter().take(length).filter(|&&byte| byte == b'\n').count() as u64
-            }
-        }
+    while maps.skip_until(b'\n')? > 0 {
+        count += 1;
     }
+    Ok(count)
 }
 
 impl MaintenanceExecutor {
@@ -169,10 +163,23 @@ impl MaintenanceExecutor {
         let start = self.shared.clock.now();
         let snapshot = &Arc::new(self.shared.snapshot());
         self.watch.see(snapshot, &self.shared.events);
-        snapshot.reclaimers.iter().for_each(|reclaimer| self.note_panic(reclaimer));
+        for reclaimer in &snapshot.reclaimers {
+            if let Some(message) = &reclaimer.panic {
+                let start = format!("reclaimer {:?} panicked: ", reclaimer.name);
+                let text = format!("{start}{message}; such a call releases nothing");
+                self.shared.add_diagnostic_once(&start, Diagnostic::warning("resources", text));
+            }
+        }
         self.shared.history.add(snapshot.history_sample());
         self.shared.flight.publish(snapshot);
-        self.add_quiet_time(now, snapshot);
+        // Call sites are compared at a quiet time, unless memory is short.
+        if let Some(heap) = &snapshot.heap
+            && self.shared.quiet_times.add(now, snapshot.since_epoch, heap.live)
+            && snapshot.host.level == Level::None
+            && let Some(profiles) = &self.shared.profiles
+        {
+            profiles.compare();
+        }
         // The figures of a detached `Memory` would mix with those of the process.
         if self.shared.claim.is_attached {
             self.check_mappings(now);
@@ -291,18 +298,6 @@ impl MaintenanceExecutor {
         self.mappings_at = now + HOOK_EVERY.max((self.shared.clock.now() - start) * 1_000);
     }
 
-    /// Adds the live memory to the trend, and has call sites compared at a quiet time, unless
-    /// memory is short.
-    fn add_quiet_time(&self, now: Moment, snapshot: &MemorySnapshot) {
-        let Some(heap) = &snapshot.heap else { return };
-        if self.shared.quiet_times.add(now, snapshot.since_epoch, heap.live)
-            && snapshot.host.level == Level::None
-            && let Some(profiles) = &self.shared.profiles
-        {
-            profiles.compare();
-        }
-    }
-
     /// Publishes the named heap arenas, and zeros for those that no longer exist. A name is kept
     /// once it was published; beyond [`HEAP_ARENAS_MAX`] names, new ones are not published.
     fn publish_heap_arenas(&mut self, to: MetricsWriter, arenas: &[(String, HostArenaStats)]) {
@@ -316,14 +311,6 @@ impl MaintenanceExecutor {
             let labels = [label("heap_arena", name)];
             record::heap_arena(&stats.unwrap_or_default(), &mut to.to(&labels));
         }
-    }
-
-    /// Adds a diagnostic, once, if a function of the reclaimer has panicked.
-    fn note_panic(&self, reclaimer: &ReclaimerStats) {
-        let Some(message) = &reclaimer.panic else { return };
-        let start = format!("reclaimer {:?} panicked: ", reclaimer.name);
-        let text = format!("{start}{message}; such a call releases nothing");
-        self.shared.add_diagnostic_once(&start, Diagnostic::warning("resources", text));
     }
 
     /// Publishes the kernel's counts for the cgroup.

@@ -56,14 +56,12 @@ pub enum StartError {
         cause: String,
     },
     /// A device was given or configured twice.
-    #[cfg(feature = "device")]
     #[error("device {device} is given twice: expected each device once")]
     SameDevice {
         /// The device's UUID, or its place in the list if the driver knows none.
         device: String,
     },
     /// There are more devices than a `Memory` may have.
-    #[cfg(feature = "device")]
     #[error("{count} devices: expected at most {max}; name some, or set CUDA_VISIBLE_DEVICES")]
     TooManyDevices {
         /// The number of devices.
@@ -144,7 +142,6 @@ pub enum MemoryError {
     #[error("the configured device is none")]
     NoDevice,
     /// There is no such device: for a handle, a slot or the target of a shrink.
-    #[cfg(feature = "device")]
     #[error("unknown device {name}: expected {}", known.join(" or "))]
     UnknownDevice {
         /// The name of the device, the slot or the target.

@@ -198,7 +198,12 @@ impl Watch {
             let reasons = by_reason(observed);
             log!(info, reasons, "requests admitted in observe mode");
         }
-        self.log_rejections(snapshot.new_rejections(&was), snapshot);
+        // For lack of memory: not those during shutdown, and not of slow clients.
+        let mut new = snapshot.requests_since(&was, |stats| stats.rejected);
+        for (count, why) in new.iter_mut().zip(RejectReason::ALL) {
+            *count *= u64::from(is_shortage(why));
+        }
+        self.log_rejections(new, snapshot);
     }
 
     fn log_level(&mut self, snapshot: &MemorySnapshot, before: &MemorySnapshot) {
@@ -304,15 +309,6 @@ impl MemorySnapshot {
         let mut new = of(&self.admission);
         for (count, was) in new.iter_mut().zip(of(&before.admission)) {
             *count = count.saturating_sub(was);
-        }
-        new
-    }
-
-    /// Returns those for lack of memory: not those during shutdown, and not of slow clients.
-    fn new_rejections(&self, before: &Self) -> ByReason {
-        let mut new = self.requests_since(before, |stats| stats.rejected);
-        for (count, why) in new.iter_mut().zip(RejectReason::ALL) {
-            *count *= u64::from(is_shortage(why));
         }
         new
     }

@@ -11,7 +11,6 @@
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use crate::bytes::ByteSize;
 use crate::config::{Config, Profile, Resolved, Source, env};
 use crate::decay::DecayTime;
 use lowtide_admission::{Cpus, LimitSource, Signals};
@@ -105,7 +104,14 @@ pub(super) fn settle_heap(
         profile_in_part(config, &found).into_iter().for_each(&mut diagnostic);
         let limit = signals.sample().limit;
         if limit.source == LimitSource::AddressSpace && found.get("retain") == Some("true") {
-            diagnostic(keeps_addresses(limit.bytes, variable));
+            // They are not available for blocks of other sizes, and an allocation that finds no
+            // address aborts a Rust program.
+            diagnostic(format!(
+                "the address space is limited (ulimit -v or -d), so the limit is {} now, and falls \
+                 as jemalloc keeps addresses for reuse; add retain:false to {variable}, or limit \
+                 the process's memory with a cgroup instead of ulimit",
+                limit.bytes
+            ));
         }
     }
     if let Ok(Some(least)) = heap::limit_mappings() {
@@ -155,17 +161,6 @@ fn profile_in_part(config: &Config, found: &EffectiveConf) -> Option<String> {
              start the process with {variable}={conf}"
         )
     })
-}
-
-/// Returns a warning that jemalloc keeps addresses, of which the process may have few. They are not
-/// available for blocks of other sizes, and an allocation that finds no address aborts a Rust
-/// program.
-fn keeps_addresses(limit: ByteSize, variable: &str) -> String {
-    format!(
-        "the address space is limited (ulimit -v or -d), so the limit is {limit} now, and falls as \
-         jemalloc keeps addresses for reuse; add retain:false to {variable}, or limit the process's \
-         memory with a cgroup instead of ulimit"
-    )
 }
 
 /// Binds the calling thread to a heap arena. For tokio's `on_thread_start` and similar hooks.

@@ -27,7 +27,7 @@ pub(super) struct ManagedArena {
     pub(super) pool: Option<PinnedPool>,
     pub(super) device: Arc<Device>,
     /// `true` once it has lost its name.
-    drains: AtomicBool,
+    pub(super) drains: AtomicBool,
 }
 
 impl ManagedArena {
@@ -37,11 +37,6 @@ impl ManagedArena {
         pool: Option<PinnedPool>,
     ) -> Arc<Self> {
         Arc::new(Self { arena, pool, device: Arc::clone(device), drains: AtomicBool::new(false) })
-    }
-
-    /// Makes its name available.
-    pub(super) fn drain(&self) {
-        self.drains.store(true, Ordering::Relaxed);
     }
 
     fn is_draining(&self) -> bool {
@@ -108,7 +103,7 @@ impl Arenas {
     ) -> Result<(), MemoryError> {
         let mut list = lock(&self.0);
         admit(&list, arena.arena.name(), replaced)?;
-        replaced.into_iter().for_each(|replaced| replaced.drain());
+        replaced.into_iter().for_each(|it| it.drains.store(true, Ordering::Relaxed));
         list.push(Arc::clone(arena));
         Ok(())
     }

@@ -25,6 +25,7 @@
 //! allocation in progress, and will have none.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use crate::bytes::ByteSize;
 use crate::config::arena::{
@@ -329,7 +330,7 @@ impl ArenaSlot {
         }
         let Some(old) = state.serving.take() else { return };
         state.layers = Layers::default();
-        old.managed.drain();
+        old.managed.drains.store(true, Ordering::Relaxed);
         state.draining.push(Arc::clone(&old));
         drop(state);
         begin_draining(&old);

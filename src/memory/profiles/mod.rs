@@ -163,20 +163,18 @@ struct ProfileWriter<'a> {
 impl ProfileWriter<'_> {
     fn write(&mut self, cause: CaptureCause, required: ByteSize, clock: &dyn Clock) {
         let start = clock.now();
-        let written = self.written(cause, required, clock.since_epoch());
-        let (cause, took) = (cause.name(), clock.now() - start);
+        let opened = match self.folder.take() {
+            Some(folder) => Ok(folder),
+            None => Folder::open(self.path, clock.since_epoch()).map_err(HostError::from),
+        };
+        let cause = cause.name();
+        let written = opened.and_then(|folder| self.folder.insert(folder).write(cause, required));
+        let took = short(clock.now() - start);
         match written {
             Ok((path, size)) => {
                 self.has_failed = false;
-                log!(
-                    info,
-                    path = %path.display(),
-                    cause,
-                    %required,
-                    %size,
-                    took = %short(took),
-                    "heap profile written"
-                );
+                let path = path.display();
+                log!(info, %path, cause, %required, %size, %took, "heap profile written");
             }
             Err(error) if !std::mem::replace(&mut self.has_failed, true) => {
                 let folder = self.path.display();
@@ -184,19 +182,6 @@ impl ProfileWriter<'_> {
             }
             Err(_) => {}
         }
-    }
-
-    fn written(
-        &mut self,
-        cause: CaptureCause,
-        required: ByteSize,
-        since_epoch: Duration,
-    ) -> Result<(std::path::PathBuf, ByteSize), HostError> {
-        let folder = match &mut self.folder {
-            Some(folder) => folder,
-            none => none.insert(Folder::open(self.path, since_epoch)?),
-        };
-        folder.write(cause.name(), required)
     }
 }
 
