@@ -87,7 +87,7 @@ fn time(calls: &mut dyn FnMut()) -> f64 {
 }
 
 /// Returns a layer with reports, and the same without.
-fn layers(memory: &Memory) -> [MemoryLayer<Cost>; 2] {
+fn layers(memory: &Memory) -> [MemoryLayer; 2] {
     let layer = MemoryLayer::new(memory.admission().clone(), Cost::host(ByteSize::kib(64)));
     [layer.clone().with_load_reports(), layer]
 }

@@ -38,6 +38,7 @@ use crate::bytes::ByteSize;
 use super::load_report::LoadReports;
 use super::permit::{QueuePlace, RequestPermit, WeakPermit};
 use super::scoped::Scoped;
+use super::time_limits::{TimeLimits, UnsentParts};
 
 /// A request's frame of at most so many bytes is a plain copy. It would keep the whole buffer of
 /// which it is a part, and following it costs an allocation too. The default of HTTP/2, and more
@@ -101,17 +102,10 @@ impl<Q: Body> RequestBody<Q> {
     /// has admitted the request.
     #[inline]
     pub(super) fn new(body: Q, permit: Option<&RequestPermit>) -> Self {
-        let (mut is_arriving, mut followed) = (false, None);
-        if let Some(permit) = permit
-            && !body.is_end_stream()
-        {
-            is_arriving = true;
-            if permit.is_measured() || permit.limits().is_some() {
-                followed = Some(permit.clone());
-            }
-        }
-        let (body, last, place) = (Some(body), None, QueuePlace::NONE);
-        Self { body, permit: followed, is_arriving, is_unread: true, last, place }
+        let is_arriving = permit.is_some() && !body.is_end_stream();
+        let permit = permit.filter(|it| is_arriving && (it.is_measured() || it.limits().is_some()));
+        let (body, permit, place) = (Some(body), permit.cloned(), QueuePlace::NONE);
+        Self { body, permit, is_arriving, is_unread: true, last: None, place }
     }
 }
 
@@ -259,8 +253,7 @@ impl RequestFrame {
             return copy;
         }
         let is_lent = permit.lend(length, LENT_MAX);
-        let copied = |data: Bytes| if is_lent { data } else { Bytes::copy_from_slice(&data) };
-        let data = unmeasured(|| copied(data));
+        let data = unmeasured(|| if is_lent { data } else { Bytes::copy_from_slice(&data) });
         // Many tiny frames need more for their blocks than for their bytes.
         permit.adopt(length.saturating_add(Self::BLOCK));
         unmeasured(|| Bytes::from_owner(Self { data, permit: permit.downgrade(), is_lent }))
@@ -281,31 +274,12 @@ impl Drop for RequestFrame {
     }
 }
 
-/// A part of a response that is not sent, of a request with time limits.
-#[derive(Debug)]
-struct UnsentPart(RequestPermit);
-
-impl UnsentPart {
-    /// Returns `None` if the request has no time limits.
-    fn of(permit: &RequestPermit) -> Option<Self> {
-        permit.limits()?.begin_part();
-        Some(Self(permit.clone()))
-    }
-}
-
-impl Drop for UnsentPart {
-    fn drop(&mut self) {
-        if let Some(limits) = self.0.limits() {
-            limits.end_part();
-        }
-    }
-}
-
 /// A frame of a response, which holds the request's permit until it is sent.
 struct ResponseFrame {
     data: Bytes,
     permit: RequestPermit,
-    _part: Option<UnsentPart>,
+    /// `None` if the request has no time limits.
+    _part: Option<Arc<UnsentParts>>,
 }
 
 impl ResponseFrame {
@@ -316,7 +290,7 @@ impl ResponseFrame {
         let is_first = *frames < PLAIN_FRAMES;
         *frames = frames.saturating_add(1);
         if length >= FOLLOWED_MIN || !is_first {
-            let (_part, permit) = (UnsentPart::of(permit), permit.clone());
+            let (_part, permit) = (permit.limits().map(TimeLimits::begin_part), permit.clone());
             *data = Bytes::from_owner(Self { data: std::mem::take(data), permit, _part });
             return;
         }
@@ -373,12 +347,12 @@ pin_project! {
 struct Limited {
     /// What was not handed over of the last frame.
     rest: Bytes,
-    _part: UnsentPart,
+    _part: Arc<UnsentParts>,
 }
 
 impl Limited {
     fn new(permit: &RequestPermit) -> Option<Box<Self>> {
-        let _part = UnsentPart::of(permit)?;
+        let _part = permit.limits()?.begin_part();
         // The connection may still send an earlier response.
         permit.sends(Poll::Ready(0), Waker::noop());
         Some(Box::new(Self { rest: Bytes::new(), _part }))
@@ -454,13 +428,7 @@ impl<R: Body> ResponseBody<R> {
         permit: Option<RequestPermit>,
         reports: Option<Arc<LoadReports>>,
     ) -> Self {
-        let mut limited = None;
-        if let Some(permit) = &permit
-            && permit.limits().is_some()
-            && !body.is_end_stream()
-        {
-            limited = Limited::new(permit);
-        }
+        let limited = permit.as_ref().filter(|_| !body.is_end_stream()).and_then(Limited::new);
         let (body, frames, is_stream) = (Scoped { inner: Some(body), permit }, 0, false);
         Self { kind: ResponseKind::Admitted { body, frames, is_stream, limited, reports } }
     }
@@ -491,8 +459,10 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
                 if body.inner.is_none() {
                     return Poll::Ready(None);
                 }
-                let poll = |body: Pin<&mut R>| body.poll_frame(cx);
-                let mut polled = body.as_mut().poll_with(poll, |body, _| body.is_end_stream());
+                let mut polled = body.as_mut().poll_with(|mut body| {
+                    let polled = body.as_mut().poll_frame(cx);
+                    (polled, body.is_end_stream())
+                });
                 let Some(permit) = body.permit.as_ref() else {
                     return polled.map_err(ResponseBodyError::Inner);
                 };

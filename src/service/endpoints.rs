@@ -244,20 +244,17 @@ impl Endpoints {
             return Some(guard(self.admin.as_ref()?.profile(request)));
         }
         let shows_figures = path == "/memory" || (path == "/metrics" && self.metrics.is_some());
-        let refuse = || match *request.method() {
-            Method::GET | Method::HEAD => {
-                check_host(request, &self.hosts).err().map(|denial| denial.answer())
-            }
-            _ => Some(wrong_method(request.method(), "GET, HEAD")),
-        };
-        let refusal = if shows_figures { refuse() } else { None };
-        let answer = if let Some(refusal) = refusal {
-            refusal
+        let answer = if !shows_figures {
+            let command = || self.admin.as_ref()?.answer(request, self.memory.as_ref());
+            self.answer(path).or_else(command)?
+        } else if !matches!(*request.method(), Method::GET | Method::HEAD) {
+            wrong_method(request.method(), "GET, HEAD")
+        } else if let Err(denial) = check_host(request, &self.hosts) {
+            denial.answer()
         } else if path == "/memory" {
             self.asked(request).unwrap_or_else(|problem| problem.answer())
         } else {
-            let command = || self.admin.as_ref()?.answer(request, self.memory.as_ref());
-            self.answer(path).or_else(command)?
+            self.answer(path)?
         };
         Some(guard(answer.map(String::into_bytes)))
     }
@@ -267,7 +264,11 @@ impl Endpoints {
     #[must_use]
     pub fn answer(&self, path: &str) -> Option<Response<String>> {
         match path {
-            "/healthz" => Some(self.healthy()),
+            "/healthz" if self.memory.as_ref().is_some_and(Memory::needs_restart) => {
+                let text = "memory exhausted: restart needed\n".to_owned();
+                Some(answer(StatusCode::SERVICE_UNAVAILABLE, TEXT, text))
+            }
+            "/healthz" => Some(answer(StatusCode::OK, TEXT, "ok\n".to_owned())),
             "/readyz" => Some(self.ready()),
             "/memory" => Some(self.memory(&[], None)),
             "/metrics" => {
@@ -276,16 +277,6 @@ impl Endpoints {
             }
             _ => None,
         }
-    }
-
-    fn healthy(&self) -> Response<String> {
-        let (status, text) = match &self.memory {
-            Some(memory) if memory.needs_restart() => {
-                (StatusCode::SERVICE_UNAVAILABLE, "memory exhausted: restart needed\n")
-            }
-            _ => (StatusCode::OK, "ok\n"),
-        };
-        answer(status, TEXT, text.to_owned())
     }
 
     fn ready(&self) -> Response<String> {
@@ -346,26 +337,21 @@ impl Endpoints {
 
     /// Returns the figures and these parts. With parts the JSON is one line, since a page reads it.
     fn memory(&self, parts: &[&JsonPart], limit: Option<ByteSize>) -> Response<String> {
-        let mut body = self
-            .memory
-            .as_ref()
-            .map_or_else(|| json!({ "schema": SCHEMA, "managed": false }), document);
-        let body = match (&self.memory, &mut body) {
-            (Some(memory), Value::Object(members)) if !parts.is_empty() => {
-                let asked = PartContext {
-                    memory,
-                    #[cfg(feature = "device")]
-                    maps: &self.maps,
-                    needs_token: self.admin.as_ref().map(Admin::needs_token),
-                    limit,
-                };
-                for (name, part) in parts {
-                    members.insert((*name).to_owned(), part(&asked));
-                }
-                format!("{body}\n")
+        let mut body = json!({ "schema": SCHEMA, "managed": false });
+        if let Some(memory) = &self.memory {
+            body = document(memory);
+            let asked = PartContext {
+                memory,
+                #[cfg(feature = "device")]
+                maps: &self.maps,
+                needs_token: self.admin.as_ref().map(Admin::needs_token),
+                limit,
+            };
+            for (name, part) in parts {
+                body[*name] = part(&asked);
             }
-            (_, body) => pretty(body),
-        };
+        }
+        let body = if parts.is_empty() { pretty(&body) } else { format!("{body}\n") };
         let mut answer = answer(StatusCode::OK, JSON, body);
         answer.headers_mut().insert(VARY, HeaderValue::from_static("Accept"));
         answer

@@ -57,9 +57,15 @@ const PARTS: &[JsonPart] = &[
     ("map", |_| Value::Null),
     ("history", |asked| history(&asked.memory.report().history())),
     ("events", |asked| asked.memory.report().events().iter().map(event).collect()),
-    ("admin_tasks", admin_tasks),
-    ("largest_requests", |asked| requests(&asked.memory.report().largest_requests())),
-    ("permits", |asked| requests(&asked.memory.report().oldest_requests())),
+    ("admin_tasks", |asked| {
+        let tasks = || asked.memory.admin().tasks().iter().map(admin_task).collect::<Value>();
+        let told = |needs_token| json!({ "needs_token": needs_token, "list": tasks() });
+        json!(asked.needs_token.map(told))
+    }),
+    ("largest_requests", |asked| {
+        asked.memory.report().largest_requests().iter().map(request).collect()
+    }),
+    ("permits", |asked| asked.memory.report().oldest_requests().iter().map(request).collect()),
     ("routes", |asked| asked.memory.report().usage_by_route().iter().map(usage).collect()),
     ("tenants", |asked| asked.memory.report().usage_by_tenant().iter().map(usage).collect()),
     ("size_classes", |asked| size_classes(asked.memory)),
@@ -108,18 +114,6 @@ pub(super) fn read_limit(text: &str, parts: &[&JsonPart]) -> Result<ByteSize, De
         }
     };
     Err(invalid_value("limit", text, expected))
-}
-
-/// Returns the admin tasks; null if admin commands are disabled.
-fn admin_tasks(asked: &PartContext<'_>) -> Value {
-    json!(asked.needs_token.map(|needs_token| json!({
-        "needs_token": needs_token,
-        "list": asked.memory.admin().tasks().iter().map(admin_task).collect::<Value>(),
-    })))
-}
-
-fn requests(requests: &[RequestMemory]) -> Value {
-    requests.iter().map(request).collect()
 }
 
 /// Returns the heap's size classes with the most free space in their pages, at most 16; empty if

@@ -23,7 +23,6 @@
 use std::fmt;
 use std::future::Future;
 use std::hash::{BuildHasher, Hash};
-use std::marker::PhantomData;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -87,10 +86,10 @@ type Exempt = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
 ///
 /// If several layers of one admission stand around a handler, the outermost admits the request. The
 /// others only pass it on, and the first such request logs a warning.
+#[derive(Clone)]
 #[must_use]
-pub struct MemoryLayer<E> {
+pub struct MemoryLayer {
     settings: Arc<LayerSettings>,
-    _estimate: PhantomData<Arc<E>>,
 }
 
 /// The settings of a layer, which its clones and requests share: one count for each to write.
@@ -137,11 +136,11 @@ fn route(head: &Parts) -> (&str, bool) {
     (if first.is_empty() { "/" } else { first }, false)
 }
 
-impl<E: Estimate> MemoryLayer<E> {
+impl MemoryLayer {
     /// Creates a layer over this admission. It exempts only health checks
     /// ([`HEALTH_PATHS`](super::HEALTH_PATHS)). Route other endpoints that must answer under
     /// pressure, such as metrics, outside the layer, or exempt them.
-    pub fn new(admission: Admission, estimate: E) -> Self {
+    pub fn new(admission: Admission, estimate: impl Estimate) -> Self {
         let settings = LayerSettings {
             admission,
             estimate: Arc::new(estimate),
@@ -159,8 +158,7 @@ impl<E: Estimate> MemoryLayer<E> {
             load_reports: None,
             clock: Arc::new(SystemClock::new()),
         };
-        let layer = Self { settings: Arc::new(settings), _estimate: PhantomData };
-        layer.exempt_paths(HEALTH_PATHS)
+        Self { settings: Arc::new(settings) }.exempt_paths(HEALTH_PATHS)
     }
 
     fn settings(&mut self) -> &mut LayerSettings {
@@ -168,10 +166,9 @@ impl<E: Estimate> MemoryLayer<E> {
     }
 
     /// Replaces the estimate.
-    pub fn with_estimate<F: Estimate>(self, estimate: F) -> MemoryLayer<F> {
-        let mut settings = self.settings;
-        Arc::make_mut(&mut settings).estimate = Arc::new(estimate);
-        MemoryLayer { settings, _estimate: PhantomData }
+    pub fn with_estimate(mut self, estimate: impl Estimate) -> Self {
+        self.settings().estimate = Arc::new(estimate);
+        self
     }
 
     /// Sets the key of a request: what requests of one key held determines what later ones reserve.
@@ -489,26 +486,20 @@ impl<E: Estimate> MemoryLayer<E> {
 /// The minimum length of a secret, in bytes: that of a UUID.
 const SECRET_MIN: usize = 16;
 
-impl<E> Clone for MemoryLayer<E> {
-    fn clone(&self) -> Self {
-        Self { settings: Arc::clone(&self.settings), _estimate: PhantomData }
-    }
-}
-
-lowtide_core::debug_as!([E] MemoryLayer<E>, |layer| max_wait: layer.settings.max_wait);
+lowtide_core::debug_as!(MemoryLayer, |layer| max_wait: layer.settings.max_wait);
 
 impl Memory {
     /// Returns a layer that admits requests by the length of their body, with the default of
     /// [`ContentLength`]; [`MemoryLayer::with_estimate`] changes that. Requests wait for room for
     /// as long as configured ([`Builder::max_wait`](crate::memory::Builder::max_wait)). It keeps
     /// this `Memory` running.
-    pub fn layer(&self) -> MemoryLayer<ContentLength> {
+    pub fn layer(&self) -> MemoryLayer {
         MemoryLayer::new(self.admission().clone(), ContentLength::default())
             .with_max_wait(self.config().max_wait.value)
     }
 }
 
-impl<E: Estimate> MemoryLayer<E> {
+impl MemoryLayer {
     /// Returns what a request costs, its priority, and its share if it is exempt: by its path, or as
     /// a stream of load reports.
     #[inline]
@@ -646,7 +637,7 @@ impl<E: Estimate> MemoryLayer<E> {
         mut head: Parts,
         body: Q,
         permit: Option<RequestPermit>,
-    ) -> RequestState<S, E, S::Future, Q>
+    ) -> RequestState<S, S::Future, Q>
     where
         S: Service<Request<RequestBody<Q>>, Response = Response<R>>,
         Q: Body<Data = Bytes>,
@@ -673,7 +664,7 @@ impl<E: Estimate> MemoryLayer<E> {
         head: &Parts,
         body: Q,
         rejected: Rejected,
-    ) -> RequestState<S, E, F, Q> {
+    ) -> RequestState<S, F, Q> {
         let settings = &self.settings;
         let rejected = settings.admission.state().reject(rejected);
         log!(debug, %rejected, path = head.uri.path(), "request rejected");
@@ -799,8 +790,8 @@ impl LayerSettings {
     }
 }
 
-impl<S, E> Layer<S> for MemoryLayer<E> {
-    type Service = MemoryService<S, E>;
+impl<S> Layer<S> for MemoryLayer {
+    type Service = MemoryService<S>;
 
     fn layer(&self, inner: S) -> Self::Service {
         MemoryService { inner, layer: self.clone() }
@@ -808,28 +799,21 @@ impl<S, E> Layer<S> for MemoryLayer<E> {
 }
 
 /// A service behind a [`MemoryLayer`].
-#[derive(Debug)]
-pub struct MemoryService<S, E> {
+#[derive(Clone, Debug)]
+pub struct MemoryService<S> {
     inner: S,
-    layer: MemoryLayer<E>,
+    layer: MemoryLayer,
 }
 
-impl<S: Clone, E> Clone for MemoryService<S, E> {
-    fn clone(&self) -> Self {
-        Self { inner: self.inner.clone(), layer: self.layer.clone() }
-    }
-}
-
-impl<S, E, Q, R> Service<Request<Q>> for MemoryService<S, E>
+impl<S, Q, R> Service<Request<Q>> for MemoryService<S>
 where
     S: Service<Request<RequestBody<Q>>, Response = Response<R>> + Clone,
-    E: Estimate,
     Q: Body<Data = Bytes>,
     R: Body<Data = Bytes>,
 {
     type Response = Response<ResponseBody<R>>;
     type Error = S::Error;
-    type Future = ResponseFuture<S, E, S::Future, Q>;
+    type Future = ResponseFuture<S, S::Future, Q>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
         self.inner.poll_ready(cx)
@@ -851,7 +835,7 @@ where
     }
 }
 
-impl<S: Clone, E: Estimate> MemoryService<S, E> {
+impl<S: Clone> MemoryService<S> {
     /// Lets a request wait that was not admitted, or rejects it.
     #[cold]
     #[inline(never)]
@@ -860,7 +844,7 @@ impl<S: Clone, E: Estimate> MemoryService<S, E> {
         head: Parts,
         body: Q,
         refused: NotAdmitted,
-    ) -> RequestState<S, E, F, Q> {
+    ) -> RequestState<S, F, Q> {
         let LayerSettings { admission, max_wait, .. } = &*self.layer.settings;
         let NotAdmitted { rejected, cost, priority } = refused;
         let wait = || {
@@ -881,23 +865,22 @@ impl<S: Clone, E: Estimate> MemoryService<S, E> {
 }
 
 /// A request that waits for room.
-struct WaitingCall<S, E, Q> {
+struct WaitingCall<S, Q> {
     waiting: Waiting,
     /// It is ready.
     inner: S,
-    layer: MemoryLayer<E>,
+    layer: MemoryLayer,
     /// `None` once the request was admitted or rejected.
     request: Option<(Parts, Q)>,
 }
 
-impl<S, E, Q, R> WaitingCall<S, E, Q>
+impl<S, Q, R> WaitingCall<S, Q>
 where
     S: Service<Request<RequestBody<Q>>, Response = Response<R>>,
-    E: Estimate,
     Q: Body<Data = Bytes>,
 {
     /// Waits until the request is admitted or rejected, and returns its next state.
-    fn poll(&mut self, cx: &Context<'_>) -> Poll<RequestState<S, E, S::Future, Q>> {
+    fn poll(&mut self, cx: &Context<'_>) -> Poll<RequestState<S, S::Future, Q>> {
         let Some((head, body)) = self.request.take() else { unreachable!("polled after its end") };
         // Ends: each iteration needs a wake of the queue.
         loop {
@@ -922,17 +905,17 @@ where
 
 pin_project! {
     /// The future of the response.
-    pub struct ResponseFuture<S, E, F, Q> {
+    pub struct ResponseFuture<S, F, Q> {
         #[pin]
-        state: RequestState<S, E, F, Q>,
+        state: RequestState<S, F, Q>,
     }
 }
 
 pin_project! {
     #[project = RequestStateProject]
-    enum RequestState<S, E, F, Q> {
+    enum RequestState<S, F, Q> {
         Waiting {
-            call: Box<WaitingCall<S, E, Q>>,
+            call: Box<WaitingCall<S, Q>>,
         },
         Admitted {
             #[pin]
@@ -961,16 +944,15 @@ fn reject_with<R>(
     answer.map(ResponseBody::rejected)
 }
 
-impl<S, E, F, Q> fmt::Debug for ResponseFuture<S, E, F, Q> {
+impl<S, F, Q> fmt::Debug for ResponseFuture<S, F, Q> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ResponseFuture").finish_non_exhaustive()
     }
 }
 
-impl<S, E, R, Q> Future for ResponseFuture<S, E, S::Future, Q>
+impl<S, R, Q> Future for ResponseFuture<S, S::Future, Q>
 where
     S: Service<Request<RequestBody<Q>>, Response = Response<R>>,
-    E: Estimate,
     Q: Body<Data = Bytes>,
     R: Body,
 {
@@ -1010,12 +992,11 @@ where
                 {
                     settings.report(permit, &rejected);
                 }
-                if let Ok(response) = &mut answered {
-                    permit.answered(response);
-                    if permit.upgrades(response.status()) {
-                        permit.goes_on();
-                        response.extensions_mut().insert(Upgraded::new(permit.clone()));
-                    }
+                if let Ok(response) = &mut answered
+                    && permit.answered(response)
+                {
+                    permit.goes_on();
+                    response.extensions_mut().insert(Upgraded::new(permit.clone()));
                 }
                 let mut trailers = None;
                 if let Some(reports) = &settings.load_reports {

@@ -27,6 +27,7 @@ use http::header::{CONTENT_TYPE, EXPECT, RETRY_AFTER, WWW_AUTHENTICATE};
 use http::request::Parts;
 use http::{HeaderMap, HeaderValue, Response, StatusCode, Version};
 use http_body::Body;
+use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 use pin_project_lite::pin_project;
 
 use crate::bytes::ByteSize;
@@ -89,7 +90,7 @@ fn trailers_only(rejected: &Rejected, kind: HeaderValue) -> Response<String> {
 /// Adds a status of gRPC and its message.
 pub(super) fn put_grpc_status(headers: &mut HeaderMap, status: u16, message: &str) {
     headers.insert("grpc-status", HeaderValue::from(status));
-    if let Ok(message) = HeaderValue::from_str(&percent_encoded(message)) {
+    if let Ok(message) = HeaderValue::try_from(utf8_percent_encode(message, ENCODED).to_string()) {
         headers.insert("grpc-message", message);
     }
 }
@@ -114,20 +115,8 @@ fn detail(rejected: &Rejected) -> Cow<'static, str> {
     text.into()
 }
 
-/// Encodes for `grpc-message`: bytes that are not printable ASCII, and `%`, in hexadecimal.
-fn percent_encoded(text: &str) -> String {
-    use std::fmt::Write as _;
-    let mut encoded = String::with_capacity(text.len());
-    for byte in text.bytes() {
-        if matches!(byte, b' '..=b'~') && byte != b'%' {
-            encoded.push(char::from(byte));
-        } else {
-            // Writing to a string does not fail.
-            let _ = write!(encoded, "%{byte:02X}");
-        }
-    }
-    encoded
-}
+/// What `grpc-message` encodes: bytes that are not printable ASCII, and `%`.
+const ENCODED: &AsciiSet = &CONTROLS.add(b'%');
 
 /// Returns the answer to a rejected request, as problem+json (RFC 9457): 413 if it is so large that
 /// a retry cannot succeed, 408 if the client sends its body too slowly, otherwise 503. That has

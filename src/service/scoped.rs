@@ -41,19 +41,18 @@ impl<T> Scoped<T> {
         }
     }
 
-    /// Polls the wrapped value in its scope, and drops it there if it is done.
+    /// Polls the wrapped value in its scope, and drops it there if the poll says that it is done.
     #[inline]
     pub(super) fn poll_with<R>(
         self: Pin<&mut Self>,
-        poll: impl FnOnce(Pin<&mut T>) -> R,
-        is_done: impl FnOnce(&T, &R) -> bool,
+        poll: impl FnOnce(Pin<&mut T>) -> (R, bool),
     ) -> R {
         let this = self.project();
         let (mut inner, permit) = (this.inner, this.permit);
         let work = || {
-            let Some(mut now) = inner.as_mut().as_pin_mut() else { unreachable!("it is done") };
-            let result = poll(now.as_mut());
-            if is_done(&now, &result) {
+            let Some(now) = inner.as_mut().as_pin_mut() else { unreachable!("it is done") };
+            let (result, is_done) = poll(now);
+            if is_done {
                 inner.set(None);
             }
             result
@@ -84,7 +83,11 @@ impl<F: Future> Future for Scoped<F> {
 
     #[inline]
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
-        self.poll_with(|inner| inner.poll(cx), |_, polled| polled.is_ready())
+        self.poll_with(|inner| {
+            let polled = inner.poll(cx);
+            let is_ready = polled.is_ready();
+            (polled, is_ready)
+        })
     }
 }
 

@@ -30,14 +30,14 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
-use crate::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Mutex, MutexGuard, lock};
 use lowtide_admission::{
     Admission, Rejected,
     layer::{LargeRequest, RequestFigures},
 };
 
-use super::connections::{ConnectionState, Overdue};
+use super::connections::ConnectionState;
 
 /// The time limits of a request.
 #[derive(Debug)]
@@ -47,14 +47,15 @@ pub(super) struct TimeLimits {
     /// The pace of the request's body, and of the response.
     paces: Option<(Pace, Pace)>,
     connection: Option<Weak<ConnectionState>>,
-    /// The parts of the response that are not sent.
-    unsent: AtomicU32,
+    unsent: Mutex<Weak<UnsentParts>>,
     is_cut: AtomicBool,
     /// The task of the connection, while it waits for the handler.
     sender: Mutex<Option<Waker>>,
-    /// Has the connection closed if its client takes nothing of a cut response.
-    overdue: Mutex<Option<Overdue>>,
 }
+
+/// The parts of a response that are not sent, each of which has a handle. If the response was cut,
+/// they have the connection closed whose client takes nothing of them.
+pub(super) type UnsentParts = Mutex<Option<Arc<()>>>;
 
 impl TimeLimits {
     /// Creates the limits of a request on this connection.
@@ -67,10 +68,9 @@ impl TimeLimits {
             max_hold,
             paces: rate.map(|rate| (Pace::new(rate, ByteSize::ZERO), Pace::new(rate, BUFFERED))),
             connection,
-            unsent: AtomicU32::new(0),
+            unsent: Mutex::default(),
             is_cut: AtomicBool::new(false),
             sender: Mutex::new(None),
-            overdue: Mutex::new(None),
         }
     }
 
@@ -86,7 +86,7 @@ impl TimeLimits {
 
     /// Returns `true` if a part of the response is not sent.
     pub(super) fn is_sending(&self) -> bool {
-        self.unsent.load(Ordering::SeqCst) > 0
+        lock(&self.unsent).strong_count() > 0
     }
 
     /// Returns the limit that has passed for a request of this age.
@@ -108,13 +108,11 @@ impl TimeLimits {
 
     /// Ends the response.
     pub(super) fn cut(&self) {
-        let connection = self.connection.as_ref().and_then(Weak::upgrade);
-        *lock(&self.overdue) = connection.map(|connection| connection.overdue());
         self.is_cut.store(true, Ordering::SeqCst);
-        // One of this and the drop of the last part, which stores and loads the other way round,
-        // sees the other.
-        if !self.is_sending() {
-            *lock(&self.overdue) = None;
+        let unsent = lock(&self.unsent).upgrade();
+        let connection = self.connection.as_ref().and_then(Weak::upgrade);
+        if let Some((unsent, connection)) = unsent.zip(connection) {
+            *lock(&unsent) = Some(connection.overdue());
         }
         let sender = lock(&self.sender).take();
         sender.into_iter().for_each(Waker::wake);
@@ -124,16 +122,12 @@ impl TimeLimits {
         self.is_cut.load(Ordering::SeqCst)
     }
 
-    /// Counts a part of the response that is not sent.
-    pub(super) fn begin_part(&self) {
-        self.unsent.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// Ends what [`TimeLimits::begin_part`] began.
-    pub(super) fn end_part(&self) {
-        if self.unsent.fetch_sub(1, Ordering::SeqCst) == 1 && self.is_cut() {
-            *lock(&self.overdue) = None;
-        }
+    /// Returns a handle for a part of the response, which is dropped once that is sent.
+    pub(super) fn begin_part(&self) -> Arc<UnsentParts> {
+        let mut unsent = lock(&self.unsent);
+        let part = unsent.upgrade().unwrap_or_default();
+        *unsent = Arc::downgrade(&part);
+        part
     }
 }
 

@@ -55,7 +55,7 @@ impl Bed {
         self.memory.admission()
     }
 
-    fn layer(&self) -> MemoryLayer<impl Fn(&http::request::Parts) -> Cost + use<>> {
+    fn layer(&self) -> MemoryLayer {
         let clock: Arc<dyn Clock> = self.clock.clone();
         let flat = |_: &http::request::Parts| Cost::host(ESTIMATE);
         MemoryLayer::new(self.admission().clone(), flat).clock(clock)
@@ -89,13 +89,8 @@ impl Bed {
     }
 }
 
-fn call<E, F>(
-    layer: MemoryLayer<E>,
-    path: &str,
-    mut handler: impl FnMut(Asked) -> F + 'static,
-) -> Call
+fn call<F>(layer: MemoryLayer, path: &str, mut handler: impl FnMut(Asked) -> F + 'static) -> Call
 where
-    E: lowtide::service::Estimate,
     F: Future<Output = Answer> + 'static,
 {
     let handler = move |request| {

@@ -13,7 +13,7 @@ use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
 use lowtide::ByteSize;
-use lowtide::service::{Estimate, MemoryLayer, RequestBody};
+use lowtide::service::{MemoryLayer, RequestBody};
 use lowtide_admission::{Admission, Budget, Cost};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -30,7 +30,7 @@ fn admission() -> Admission {
     admission
 }
 
-fn layer(admission: &Admission) -> MemoryLayer<impl Estimate> {
+fn layer(admission: &Admission) -> MemoryLayer {
     MemoryLayer::new(admission.clone(), |_: &http::request::Parts| Cost::host(ByteSize::mib(10)))
 }
 

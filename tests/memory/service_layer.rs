@@ -51,7 +51,7 @@ fn reserved(admission: &Admission) -> ByteSize {
     admission.ledger(Budget::Host).reserved()
 }
 
-fn layer(admission: &Admission) -> MemoryLayer<impl Estimate> {
+fn layer(admission: &Admission) -> MemoryLayer {
     MemoryLayer::new(admission.clone(), |_: &http::request::Parts| Cost::host(COST))
 }
 

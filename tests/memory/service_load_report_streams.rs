@@ -32,7 +32,7 @@ const STREAMS_MAX: usize = 256;
 struct Bed {
     memory: Memory,
     clock: Arc<ManualClock>,
-    layer: MemoryLayer<Cost>,
+    layer: MemoryLayer,
     service: LoadReportService,
     _tree: Tree,
 }

@@ -43,7 +43,7 @@ fn correct(admission: &Admission, ceiling: ByteSize) {
     admission.ledger(Budget::Host).set_measured(ByteSize::ZERO, ceiling);
 }
 
-fn layer(admission: &Admission) -> (MemoryLayer<Cost>, Arc<ManualClock>) {
+fn layer(admission: &Admission) -> (MemoryLayer, Arc<ManualClock>) {
     let clock = Arc::new(ManualClock::new());
     let layer = MemoryLayer::new(admission.clone(), Cost::host(COST))
         .with_max_wait(Duration::ZERO)
@@ -53,7 +53,7 @@ fn layer(admission: &Admission) -> (MemoryLayer<Cost>, Arc<ManualClock>) {
 
 /// Calls a handler, and returns the head of the response.
 fn call(
-    layer: &MemoryLayer<Cost>,
+    layer: &MemoryLayer,
     request: Request<Empty<Bytes>>,
     mut handler: impl FnMut(Received) -> Answer,
 ) -> Response<()> {
@@ -62,7 +62,7 @@ fn call(
     response.map(drop)
 }
 
-fn get(layer: &MemoryLayer<Cost>) -> Response<()> {
+fn get(layer: &MemoryLayer) -> Response<()> {
     call(layer, Request::new(Empty::new()), |_| Response::default())
 }
 
@@ -80,7 +80,7 @@ fn parsed(headers: &HeaderMap) -> BTreeMap<String, f64> {
     fields.collect()
 }
 
-fn report(layer: &MemoryLayer<Cost>) -> BTreeMap<String, f64> {
+fn report(layer: &MemoryLayer) -> BTreeMap<String, f64> {
     parsed(get(layer).headers())
 }
 
@@ -294,7 +294,7 @@ fn grpc_request() -> Request<Empty<Bytes>> {
 
 /// Returns the head of a gRPC response with these trailers, and the trailers that are sent.
 fn trailers(
-    layer: &MemoryLayer<Cost>,
+    layer: &MemoryLayer,
     kind: &'static str,
     status: &'static str,
 ) -> (HeaderMap, HeaderMap) {
@@ -373,7 +373,7 @@ struct Bed {
     memory: Memory,
     clock: Arc<ManualClock>,
     tree: Tree,
-    layer: MemoryLayer<Cost>,
+    layer: MemoryLayer,
 }
 
 impl Bed {

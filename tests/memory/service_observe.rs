@@ -111,7 +111,7 @@ impl Steps {
     /// A call of a handler that holds memory until then.
     fn call(
         &self,
-        layer: MemoryLayer<impl lowtide::service::Estimate + 'static>,
+        layer: MemoryLayer,
         route: &str,
         held: usize,
         ends: Moment,

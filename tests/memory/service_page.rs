@@ -96,7 +96,7 @@ fn a_query_that_means_nothing_is_refused_by_name() {
         ("with=map,history,map", r#""map" is given twice"#),
         ("wth=map", r#"unknown query parameter "wth": expected format, limit or with"#),
         ("format=json&format=html", r#""format" is given twice"#),
-        ("with=%zz", "the query is not percent-encoded"),
+        ("with=%ff", "the query is not percent-encoded"),
         ("with=limit_advice&limit=256MB", r#"limit="256MB": expected digits, then B, k, m"#),
         ("with=limit_advice&limit=", r#"limit="": expected digits, then B, k, m"#),
         ("with=limit_advice&limit=0", r#"limit="0": expected an amount of memory above zero"#),

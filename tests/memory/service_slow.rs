@@ -17,7 +17,7 @@ use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt, Full};
 use lowtide::ByteSize;
 use lowtide::clock::Clock;
-use lowtide::service::{Estimate, MemoryLayer, RequestBody, RequestPermit, ResponseBody};
+use lowtide::service::{MemoryLayer, RequestBody, RequestPermit, ResponseBody};
 use lowtide_admission::{Budget, Cost, Permit, RejectReason, RequestPhase};
 use test_fork::test;
 use tower::{Layer, Service, service_fn};
@@ -105,7 +105,7 @@ impl Body for Fed {
 }
 
 impl Bed {
-    pub(crate) fn layer(&self) -> MemoryLayer<impl Fn(&Parts) -> Cost + use<>> {
+    pub(crate) fn layer(&self) -> MemoryLayer {
         let claim = |_: &Parts| Cost::host(CLAIM);
         MemoryLayer::new(self.memory.admission().clone(), claim).without_slow_start()
     }
@@ -115,20 +115,15 @@ impl Bed {
         self.upload_to(self.layer(), body)
     }
 
-    pub(crate) fn upload_to<E: Estimate>(&self, layer: MemoryLayer<E>, body: &Fed) -> Call {
+    pub(crate) fn upload_to(&self, layer: MemoryLayer, body: &Fed) -> Call {
         self.upload_over(Version::HTTP_11, layer, body)
     }
 
-    fn upload_over_http2<E: Estimate>(&self, layer: MemoryLayer<E>, body: &Fed) -> Call {
+    fn upload_over_http2(&self, layer: MemoryLayer, body: &Fed) -> Call {
         self.upload_over(Version::HTTP_2, layer, body)
     }
 
-    fn upload_over<E: Estimate>(
-        &self,
-        version: Version,
-        layer: MemoryLayer<E>,
-        body: &Fed,
-    ) -> Call {
+    fn upload_over(&self, version: Version, layer: MemoryLayer, body: &Fed) -> Call {
         let handler = |request: Request<RequestBody<Fed>>| async {
             let (status, text) = match request.into_body().collect().await {
                 Ok(body) => (StatusCode::OK, body.to_bytes().len().to_string()),

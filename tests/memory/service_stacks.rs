@@ -17,7 +17,7 @@ use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, TRANSFER_ENCO
 use http::{HeaderName, Request, Response, StatusCode};
 use http_body_util::{BodyExt as _, Full};
 use lowtide::ByteSize;
-use lowtide::service::{ContentLength, MemoryLayer, RequestPermit};
+use lowtide::service::{MemoryLayer, RequestPermit};
 use test_fork::test;
 use tower::{Service, ServiceBuilder, ServiceExt as _};
 use tower_http::catch_panic::CatchPanicLayer;
@@ -154,7 +154,7 @@ fn a_request_that_the_outer_layer_exempts_is_admitted_by_the_inner_one() {
 
 /// The stacks with each layer of tower-http that touches requests, outside the memory layer. They
 /// answer with the bytes that a request has reserved when its handler begins.
-fn stacks(layer: &MemoryLayer<ContentLength>) -> Vec<(&'static str, Router)> {
+fn stacks(layer: &MemoryLayer) -> Vec<(&'static str, Router)> {
     let app = || {
         let handler = async |Extension(permit): Extension<RequestPermit>| {
             [(RESERVED, permit.reserved().get().to_string())]
@@ -259,7 +259,7 @@ fn small(count: usize) -> Vec<Request<Body>> {
     (0..count).map(request).collect()
 }
 
-fn reader(layer: &MemoryLayer<ContentLength>) -> Router {
+fn reader(layer: &MemoryLayer) -> Router {
     let handler = async |body: Bytes| body.len().to_string();
     Router::new().route("/", post(handler)).layer(layer.clone())
 }

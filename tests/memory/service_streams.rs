@@ -19,9 +19,7 @@ use http_body::Body;
 use http_body_util::Full;
 use lowtide::ByteSize;
 use lowtide::clock::Clock;
-use lowtide::service::{
-    Connections, Estimate, MemoryLayer, RequestBody, RequestPermit, ResponseBody,
-};
+use lowtide::service::{Connections, MemoryLayer, RequestBody, RequestPermit, ResponseBody};
 use lowtide_admission::{Cost, RequestPhase};
 use test_fork::test;
 use tower::{Layer, Service, service_fn};
@@ -34,7 +32,7 @@ const CLAIM: ByteSize = ByteSize::mib(24);
 /// What a stream of these tests reserves at most while it waits.
 const KEPT: ByteSize = ByteSize::kib(64);
 
-fn layer(bed: &Bed) -> MemoryLayer<impl Fn(&Parts) -> Cost + use<>> {
+fn layer(bed: &Bed) -> MemoryLayer {
     let clock: Arc<dyn Clock> = bed.clock.clone();
     MemoryLayer::new(bed.memory.admission().clone(), |_: &Parts| Cost::host(CLAIM)).clock(clock)
 }
@@ -58,7 +56,7 @@ impl Stream {
 
 /// A call of a handler that answers at once with a stream, and keeps the body that it is sent;
 /// `None` if it is not admitted.
-fn open<E: Estimate, Q>(layer: &MemoryLayer<E>, body: Q) -> Option<Stream>
+fn open<Q>(layer: &MemoryLayer, body: Q) -> Option<Stream>
 where
     Q: Body<Data = Bytes> + Unpin + 'static,
 {
@@ -83,7 +81,7 @@ const STEP: Duration = Duration::from_millis(100);
 
 impl Bed {
     /// Opens a stream, and waits until it has lasted.
-    fn open_for_long<E: Estimate>(&self, layer: &MemoryLayer<E>) -> Stream {
+    fn open_for_long(&self, layer: &MemoryLayer) -> Stream {
         let mut stream = open(layer, Fed::default()).expect("it fits");
         assert_eq!(stream.read(), 0);
         self.pass(LASTED);
@@ -246,7 +244,7 @@ fn an_answer_of_known_length_and_a_trusted_estimate_keep_the_claim() {
 type Session = Pin<Box<dyn Future<Output = ()>>>;
 
 /// A WebSocket whose session has a buffer of this size; `None` if it is not admitted.
-fn open_socket<E: Estimate>(layer: &MemoryLayer<E>, buffer: usize) -> Option<Session> {
+fn open_socket(layer: &MemoryLayer, buffer: usize) -> Option<Session> {
     let session = Rc::new(RefCell::new(None));
     let kept = Rc::clone(&session);
     let handler = move |request: Request<RequestBody<Full<Bytes>>>| {

@@ -15,8 +15,7 @@ use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt, Empty, Full};
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::service::{
-    Connection, Connections, Estimate, MemoryLayer, RequestBody, RequestPermit, ResponseBody,
-    rejection,
+    Connection, Connections, MemoryLayer, RequestBody, RequestPermit, ResponseBody, rejection,
 };
 use lowtide::{BoxError, ByteSize};
 use lowtide_admission::{Cost, RejectReason, Rejected};
@@ -116,13 +115,12 @@ impl Bed {
 }
 
 /// Calls a handler of `POST /` through this layer.
-fn call<E, F, R>(
-    layer: &MemoryLayer<E>,
+fn call<F, R>(
+    layer: &MemoryLayer,
     request: Request<Fed>,
     handler: impl FnMut(Request<RequestBody<Fed>>) -> F + Clone + 'static,
 ) -> Call<R>
 where
-    E: Estimate,
     F: Future<Output = Result<Response<R>, Infallible>> + 'static,
     R: Body<Data = Bytes> + 'static,
 {
@@ -153,7 +151,7 @@ fn error<B: Body<Error: Into<BoxError>> + Unpin>(body: &mut B) -> Rejected {
 }
 
 /// The answer of a handler that answers at once with this body.
-fn answered<R>(bed: &Bed, layer: &MemoryLayer<impl Estimate>, body: R) -> Answer<R>
+fn answered<R>(bed: &Bed, layer: &MemoryLayer, body: R) -> Answer<R>
 where
     R: Body<Data = Bytes> + Clone + 'static,
 {
@@ -616,7 +614,7 @@ fn a_request_that_holds_its_permit_for_too_long_is_answered_with_503() {
     assert_eq!(bed.count(RejectReason::HeldTooLong), 3);
 }
 
-fn is_answered_with_503<E: Estimate>(bed: &Bed, layer: &MemoryLayer<E>) {
+fn is_answered_with_503(bed: &Bed, layer: &MemoryLayer) {
     let task = Arc::default();
     let handler = |_| pending::<Result<Response<Empty<Bytes>>, Infallible>>();
     let mut held = call(&layer.clone().with_max_hold(GRACE), post(&Fed::default()), handler);

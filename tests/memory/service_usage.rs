@@ -16,7 +16,7 @@ use lowtide::admission::MemoryUsage;
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
 use lowtide::metrics::MetricsTier;
-use lowtide::service::{ContentLength, Endpoints, MemoryLayer, Tenant};
+use lowtide::service::{Endpoints, MemoryLayer, Tenant};
 use lowtide::{ByteSize, Memory};
 use serde_json::Value;
 use test_fork::test;
@@ -35,7 +35,7 @@ const LISTED_MAX: usize = 65;
 /// A memory with a limit of 1 GiB.
 struct Bed {
     memory: Memory,
-    layer: MemoryLayer<ContentLength>,
+    layer: MemoryLayer,
     clock: Arc<ManualClock>,
     _tree: Tree,
 }

@@ -89,10 +89,7 @@ impl Bed {
     }
 }
 
-fn call<E>(layer: &MemoryLayer<E>, path: &str, body: Counted, mib: usize) -> Call
-where
-    E: lowtide::service::Estimate,
-{
+fn call(layer: &MemoryLayer, path: &str, body: Counted, mib: usize) -> Call {
     let handler = move |_: Request<RequestBody<Counted>>| async move {
         let held: Vec<u8> = black_box(Vec::with_capacity(mib << 20));
         wait_once().await;

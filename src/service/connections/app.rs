@@ -5,6 +5,7 @@ use std::future::{Ready, ready};
 use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -79,7 +80,8 @@ impl<S: Clone> Service<IncomingStream<'_, ConnectionListener>> for ConnectionApp
 
     fn call(&mut self, stream: IncomingStream<'_, ConnectionListener>) -> Self::Future {
         let ConnectionStream { state, connections, .. } = stream.io();
-        ready(Ok(ConnectionApp(connections.service(state, self.0.clone()))))
+        let (state, admission) = (Arc::clone(state), connections.admission.clone());
+        ready(Ok(ConnectionApp(ConnectionService { inner: self.0.clone(), state, admission })))
     }
 }
 

@@ -181,8 +181,9 @@ pub(super) struct ConnectionState {
     is_blocked: AtomicBool,
     /// It carries several requests at once.
     is_shared: AtomicBool,
-    /// Requests whose time limits have passed, and of whose responses a part is not sent.
-    overdue: AtomicU32,
+    /// Has a handle for each request whose time limit has passed, and of whose response a part is
+    /// not sent.
+    overdue: Arc<()>,
     /// A part of the last request's body was not read.
     has_unread: AtomicBool,
     /// The time since which it lingers, in nanoseconds since the clock's origin and at least 1;
@@ -231,13 +232,12 @@ impl ConnectionState {
     fn is_overdue(&self, now: Moment, grace: Duration) -> bool {
         let keeps = self.is_shared.load(Ordering::Relaxed)
             && (self.is_working() || now - self.moved() <= grace);
-        self.overdue.load(Ordering::Relaxed) > 0 && !keeps
+        Arc::strong_count(&self.overdue) > 1 && !keeps
     }
 
     /// Has the connection closed, unless what is returned is dropped before.
-    pub(super) fn overdue(self: &Arc<Self>) -> Overdue {
-        self.overdue.fetch_add(1, Ordering::Relaxed);
-        Overdue(Arc::clone(self))
+    pub(super) fn overdue(&self) -> Arc<()> {
+        Arc::clone(&self.overdue)
     }
 
     fn close(&self, reason: CloseReason) {
@@ -413,16 +413,6 @@ impl Connections {
     /// Returns the time in nanoseconds since the clock's origin.
     fn now(&self) -> u64 {
         u64::try_from(self.clock.now().since_origin().as_nanos()).unwrap_or(u64::MAX)
-    }
-}
-
-/// A request of a connection whose time limit has passed.
-#[derive(Debug)]
-pub(super) struct Overdue(Arc<ConnectionState>);
-
-impl Drop for Overdue {
-    fn drop(&mut self) {
-        self.0.overdue.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -22,7 +22,7 @@ use tower_service::Service;
 
 use lowtide_admission::{Admission, Level};
 
-use super::{Connection, ConnectionState, Connections, Upgraded};
+use super::{Connection, ConnectionState, Upgraded};
 use crate::sync::lock;
 
 /// The handler waits for the request's body.
@@ -80,26 +80,17 @@ impl Connection {
     /// connection with its next response at level high and above. Takes some allocations
     /// for each request, and no lock.
     pub fn service<S>(&self, inner: S) -> ConnectionService<S> {
-        self.connections.service(&self.state, inner)
-    }
-}
-
-impl Connections {
-    pub(super) fn service<S>(
-        &self,
-        state: &Arc<ConnectionState>,
-        inner: S,
-    ) -> ConnectionService<S> {
-        ConnectionService { inner, state: Arc::clone(state), admission: self.admission.clone() }
+        let (state, admission) = (Arc::clone(&self.state), self.connections.admission.clone());
+        ConnectionService { inner, state, admission }
     }
 }
 
 /// A service on one connection, of [`Connection::service`].
 #[derive(Clone, Debug)]
 pub struct ConnectionService<S> {
-    inner: S,
-    state: Arc<ConnectionState>,
-    admission: Admission,
+    pub(super) inner: S,
+    pub(super) state: Arc<ConnectionState>,
+    pub(super) admission: Admission,
 }
 
 impl<S, Q, R> Service<Request<Q>> for ConnectionService<S>

@@ -50,9 +50,6 @@ const STREAM_AFTER: Duration = Duration::from_secs(1);
 /// The same for a route in which an answer grew late. An estimate: longer than most queries.
 const LATE_AFTER: Duration = Duration::from_secs(60);
 
-/// The status of an answer after which the connection has another protocol.
-const UPGRADED: StatusCode = StatusCode::SWITCHING_PROTOCOLS;
-
 /// What a suspended request reserves beyond what it holds, for the part of its body that arrives
 /// next. An estimate: what an HTTP/2 client may send on a stream without permission, by default.
 pub(in crate::service) const ARRIVAL_WINDOW: ByteSize = ByteSize::kib(64);
@@ -322,17 +319,17 @@ impl RequestPermit {
         });
     }
 
-    /// Returns `true` if its connection, or its stream of one, is another protocol's after an answer
-    /// with this status.
-    pub(in crate::service) fn upgrades(&self, status: StatusCode) -> bool {
-        let is_tunnel = self.0.owner().terms.origin.method == Method::CONNECT;
-        status == UPGRADED || is_tunnel && status.is_success()
-    }
-
-    /// Records that its handler answered.
-    pub(in crate::service) fn answered<B: Body>(&self, response: &Response<B>) {
+    /// Records that its handler answered. Returns `true` if its connection, or its stream of one, is
+    /// another protocol's from now on.
+    pub(in crate::service) fn answered<B: Body>(&self, response: &Response<B>) -> bool {
         let Admitted { terms, progress, .. } = self.0.owner();
-        let (success, body) = (is_success(response, terms), response.body());
+        let (status, body) = (response.status(), response.body());
+        // A gRPC error has status 200; if it has no body, the error is in a header. The request came
+        // over HTTP/2 and has a content type.
+        let is_error = terms.origin.content_type.is_some()
+            && response.headers().get("grpc-status").is_some_and(|of| of != "0");
+        let is_upgraded = status == StatusCode::SWITCHING_PROTOCOLS;
+        let success = !is_error && (status.is_success() || status.is_redirection() || is_upgraded);
         // The response needs no more memory.
         let is_whole = !body.is_end_stream() && body.size_hint().exact().is_some();
         if let Some(turn) = &terms.turn {
@@ -358,6 +355,7 @@ impl RequestPermit {
         if is_whole && self.is_large() && progress.change(works).is_ok() || terms.limits.is_some() {
             self.register();
         }
+        is_upgraded || terms.origin.method == Method::CONNECT && status.is_success()
     }
 
     /// Cancels the request, since it holds more than `most`. Observe mode only counts it.
@@ -489,14 +487,4 @@ impl RequestPermit {
         admitted.terms.is_measured
             && admitted.covered.load(Ordering::Relaxed) >= REGISTERED_MIN.get()
     }
-}
-
-/// Returns `true` if the answer is a success. A gRPC error has status 200; if it has no body, the
-/// error is in the header `grpc-status`.
-fn is_success<B>(response: &Response<B>, terms: &RequestTerms) -> bool {
-    // It came over HTTP/2 and has a content type.
-    let may_be_grpc = terms.origin.content_type.is_some();
-    let status = response.status();
-    let is_error = may_be_grpc && response.headers().get("grpc-status").is_some_and(|of| of != "0");
-    !is_error && (status.is_success() || status.is_redirection() || status == UPGRADED)
 }

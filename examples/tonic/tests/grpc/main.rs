@@ -116,7 +116,7 @@ fn admission() -> Admission {
     admission
 }
 
-fn layer(admission: &Admission) -> MemoryLayer<Cost> {
+fn layer(admission: &Admission) -> MemoryLayer {
     MemoryLayer::new(admission.clone(), Cost::host(COST))
 }
 
