@@ -154,27 +154,11 @@ pub use service::MemoryLayer;
 #[cfg(windows)]
 compile_error!("lowtide supports Linux (full) and macOS (heap and host driver); not Windows");
 
-/// The README's code, compiled.
+/// The code of the README and of the pages, compiled.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
-struct Readme;
-
-/// The code of the page on arena options, compiled.
-#[cfg(doctest)]
 #[doc = include_str!("../docs/ARENA_OPTIONS.md")]
-struct ArenaOptionsPage;
-
-/// The code of the page on tuning, compiled.
-#[cfg(doctest)]
 #[doc = include_str!("../docs/TUNING.md")]
-struct TuningPage;
-
-/// The code of the page for operators, compiled.
-#[cfg(doctest)]
 #[doc = include_str!("../docs/OPERATING.md")]
-struct OperatingPage;
-
-/// The code of the page on recordings, compiled.
-#[cfg(doctest)]
 #[doc = include_str!("../docs/RECORDING.md")]
-struct RecordingPage;
+struct Pages;

@@ -13,6 +13,7 @@ use crate::clock::Moment;
 use crate::metrics::names as name;
 use crate::metrics::process::ProcessReader;
 use crate::metrics::record::{self, HostPressure, MetricsWriter, label};
+use crate::sync::lock;
 use lowtide_admission::{ClassStats, Job, Level, MaintenanceActions, SignalError, Trigger};
 use lowtide_heap::{self as heap, HostArenaStats};
 
@@ -174,7 +175,7 @@ impl MaintenanceExecutor {
         self.shared.flight.publish(snapshot);
         // Call sites are compared at a quiet time, unless memory is short.
         if let Some(heap) = &snapshot.heap
-            && self.shared.quiet_times.add(now, snapshot.since_epoch, heap.live)
+            && lock(&self.shared.quiet_times).add(now, snapshot.since_epoch, heap.live)
             && snapshot.host.level == Level::None
             && let Some(profiles) = &self.shared.profiles
         {
@@ -201,7 +202,12 @@ impl MaintenanceExecutor {
     /// Publishes all figures of a snapshot.
     fn publish_snapshot(&mut self, to: MetricsWriter, snapshot: &MemorySnapshot, now: Moment) {
         let version = self.shared.config.service_version.value.as_deref();
-        to.build_info(snapshot.profile.name(), version);
+        let labels = [
+            label("version", env!("CARGO_PKG_VERSION")),
+            label("profile", snapshot.profile.name()),
+            label("service_version", version.unwrap_or("unknown")),
+        ];
+        to.put(name::BUILD_INFO, &labels, 1);
         self.publish_host(to, snapshot, now);
         #[cfg(feature = "device")]
         self.devices.publish(to, &self.shared.devices.gone, &snapshot.devices);

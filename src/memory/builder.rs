@@ -33,7 +33,6 @@ use super::admin::AdminTasks;
 use super::devices::{self, Devices, GivenDrivers};
 use super::error::{Diagnostic, StartError};
 use super::events::shown;
-use super::fit::FitInForce;
 use super::flight::{Flight, FlightFile, FlightRecorder, LastExit};
 use super::heap::{SettledHeap, bound_arenas, on_thread_start, settle_heap};
 use super::manager::{Memory, WeakMemory};
@@ -43,7 +42,7 @@ use super::running::{FLIGHT, ProcessClaim, RunningMemory, Started, THREADS, Thre
 use super::sensor::{MemorySensor, SensorState};
 use super::shared::{Purges, Shared};
 use super::slow_value::SlowValue;
-use super::trend::{MetricsHistory, QuietTimes};
+use super::trend::MetricsHistory;
 
 /// The stack size of the two threads. Both call little and touch a few KiB of it.
 const STACK: ByteSize = ByteSize::kib(256);
@@ -190,12 +189,11 @@ impl Builder {
     pub fn start(self) -> Result<Memory, StartError> {
         let environment = if self.ignores_environment { Settings::default() } else { env::read()? };
         let config = Config::resolve(&self.code, &environment)?;
-        let claim = if self.is_detached { ProcessClaim::of_none() } else { ProcessClaim::take()? };
+        let claim = if self.is_detached { ProcessClaim::new(false) } else { ProcessClaim::take()? };
         let stack = self.stack.unwrap_or(STACK);
         let parts = self.assemble(config, claim)?;
-        let background_threads = parts.background_threads;
         let memory = launch(parts, stack)?;
-        report(&memory, background_threads);
+        report(&memory);
         Ok(memory)
     }
 
@@ -210,7 +208,7 @@ impl Builder {
     pub fn start_stepped(self) -> Result<(Memory, impl FnMut() -> bool), StartError> {
         let builder = self.detached();
         let config = Config::resolve(&builder.code, &Settings::default())?;
-        let parts = builder.assemble(config, ProcessClaim::of_none())?;
+        let parts = builder.assemble(config, ProcessClaim::new(false))?;
         let AssembledParts { shared, mut maintenance, mut worker, .. } = parts;
         let memory = Memory::of(Arc::clone(&shared), Arc::new(running(&shared)));
         let (state, clock) = (Arc::clone(&shared.state), Arc::clone(&shared.clock));
@@ -221,11 +219,6 @@ impl Builder {
             !state.has_jobs() && worker.panics_total() == 0
         };
         Ok((memory, step))
-    }
-
-    fn unused_variables(&self) -> Option<Diagnostic> {
-        let is_unused = !cfg!(feature = "device") && !self.ignores_environment;
-        is_unused.then(|| variables_of_devices(&env::of_devices())).flatten()
     }
 
     /// Opens the signals, applies the settings of the heap unless it is detached, and checks the
@@ -254,7 +247,10 @@ impl Builder {
         config: Config,
         claim: Arc<ProcessClaim>,
     ) -> Result<AssembledParts, StartError> {
-        let mut diagnostics = Vec::from_iter(self.unused_variables());
+        let mut diagnostics = Vec::new();
+        if !cfg!(feature = "device") && !self.ignores_environment {
+            diagnostics.extend(variables_of_devices(&env::of_devices()));
+        }
         #[cfg(feature = "device")]
         let devices = Devices::open(&config, std::mem::take(&mut self.drivers), &mut diagnostics)?;
         let clock = self.clock.take().unwrap_or_else(|| Arc::new(SystemClock::new()));
@@ -301,30 +297,37 @@ impl Builder {
             heap: heap.probe,
             signals,
             bound_arenas: bound_arenas(),
+            background_threads: heap.background_threads,
             diagnostics: Mutex::new(Vec::new()),
             purges: Purges::default(),
             claim,
             events: Arc::default(),
             flight: Arc::new(flight),
             history: MetricsHistory::default(),
-            quiet_times: QuietTimes::default(),
+            quiet_times: Mutex::default(),
             mappings: SlowValue::default(),
             profiles,
             admin_tasks: AdminTasks::default(),
-            fit: FitInForce::default(),
+            fit: Mutex::new(None),
             loads: Loads::default(),
             #[cfg(feature = "tokio")]
             ending: tokio::sync::watch::Sender::default(),
         });
         let _ = joined.set(Arc::clone(&shared));
-        prepare_admission(&shared, self.is_detached);
+        shared.set_admission_mode(shared.config.admission_mode.value);
+        let purged = Arc::downgrade(&shared);
+        shared.resources.evict_for(&shared.admission, Arc::clone(&shared.clock), move || {
+            purged.upgrade().iter().for_each(|shared| drop(shared.purge(Trigger::Unload)));
+        });
+        if self.is_detached {
+            shared.resources.disable_reclaimers();
+        }
         diagnostics.into_iter().for_each(|diagnostic| shared.add_diagnostic(diagnostic));
         let actions = MaintenanceExecutor::new(&shared, self.hook, self.recall_hook);
         let worker = maintenance.worker(Box::new(actions));
         // The first sample is taken here, so that the first request finds a measured allowance.
         let _ = maintenance.tick(shared.clock.now());
-        let background_threads = heap.background_threads;
-        Ok(AssembledParts { shared, maintenance, worker, background_threads, recording })
+        Ok(AssembledParts { shared, maintenance, worker, recording })
     }
 }
 
@@ -418,7 +421,6 @@ struct AssembledParts {
     shared: Arc<Shared>,
     maintenance: Maintenance,
     worker: Worker,
-    background_threads: u32,
     /// The file of the flight recorder.
     recording: Option<FlightFile>,
 }
@@ -515,21 +517,6 @@ fn open_signals(
 /// Returns `true` for a signal that many systems lack.
 pub(super) const fn is_usual(error: &SignalError) -> bool {
     matches!(error, SignalError::NoCgroup | SignalError::NoPsi { .. })
-}
-
-/// Sets the mode, and lets idle resources and reclaimers make room. The heap is purged before it is
-/// used. A detached `Memory` measures nothing, and so asks no reclaimer.
-fn prepare_admission(shared: &Arc<Shared>, is_detached: bool) {
-    shared.set_admission_mode(shared.config.admission_mode.value);
-    let purged = Arc::downgrade(shared);
-    shared.resources.evict_for(&shared.admission, Arc::clone(&shared.clock), move || {
-        if let Some(shared) = purged.upgrade() {
-            shared.purge(Trigger::Unload);
-        }
-    });
-    if is_detached {
-        shared.resources.disable_reclaimers();
-    }
 }
 
 /// Returns the value that ends the threads. No thread runs yet.
@@ -714,8 +701,8 @@ fn settings(
     }
 }
 
-/// Logs the start, once.
-fn report(memory: &Memory, background_threads: u32) {
+/// Logs the start, and why the previous run ended, once.
+fn report(memory: &Memory) {
     let config = memory.config();
     let limit = shown(memory.0.shared.state.limit());
     let signals = &memory.0.shared.signals;
@@ -732,24 +719,21 @@ fn report(memory: &Memory, background_threads: u32) {
         bounds,
         device = device.map(tracing::field::display),
         heap_decay = %config.heap_decay.value,
-        background_threads,
+        background_threads = memory.0.shared.background_threads,
         cpus = cpus.whole(),
         cpu_quota_milli = cpus.quota_milli,
         bound_arenas = memory.0.shared.bound_arenas,
         "memory manager started"
     );
-    memory.report().last_exit().into_iter().for_each(report_last_exit);
-}
-
-/// Logs why the previous run ended, once.
-fn report_last_exit(last: &LastExit) {
-    let LastExit { summary, pid, version, .. } = last;
-    let cause = last.cause.name();
-    if last.cause.is_orderly() {
-        log!(info, cause, pid, version, summary, "previous run ended normally");
+    let Some(LastExit { cause, summary, pid, version, .. }) = memory.report().last_exit() else {
         return;
+    };
+    let (is_orderly, cause) = (cause.is_orderly(), cause.name());
+    if is_orderly {
+        log!(info, cause, pid, version, summary, "previous run ended normally");
+    } else {
+        log!(warn, cause, pid, version, summary, "previous run ended abnormally");
     }
-    log!(warn, cause, pid, version, summary, "previous run ended abnormally");
 }
 
 lowtide_core::debug_as!(Builder, |it| code: it.code, ignores_environment: it.ignores_environment);

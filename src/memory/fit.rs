@@ -21,7 +21,7 @@
 
 use crate::bytes::ByteSize;
 use crate::clock::{Moment, short};
-use crate::sync::{Mutex, caught, lock};
+use crate::sync::{caught, lock};
 use lowtide_admission::fit::{Fit, FitSample, FitStep, HOLD};
 use lowtide_admission::{Budget, Job, Limit, ReclaimerStats, Trigger};
 
@@ -36,12 +36,8 @@ const HOLDERS_MAX: usize = 5;
 /// Unused pages above the physical memory divided by this may be released.
 const UNUSED_PART: u64 = 256;
 
-/// The fit in force.
-#[derive(Debug, Default)]
-pub(super) struct FitInForce(Mutex<Option<FitTask>>);
-
 #[derive(Clone, Debug)]
-struct FitTask {
+pub(super) struct FitTask {
     fit: Fit,
     /// The task and its command.
     id: u64,
@@ -81,7 +77,7 @@ impl Shared {
             return Ok(Some(format!("the limit is already {}", describe_limit(limit))));
         }
         {
-            let mut in_force = lock(&self.fit.0);
+            let mut in_force = lock(&self.fit);
             // With the lock held: a shutdown that comes later ends it.
             if self.admission.is_closed() {
                 return Err(MemoryError::Ended.to_string());
@@ -109,12 +105,12 @@ impl Shared {
     }
 
     fn decide_on_fit(&self, now: Moment) {
-        if lock(&self.fit.0).is_none() {
+        if lock(&self.fit).is_none() {
             return;
         }
         let sample = self.fit_sample();
         let (step, release, running) = {
-            let mut in_force = lock(&self.fit.0);
+            let mut in_force = lock(&self.fit);
             let Some(running) = in_force.as_mut() else { return };
             let step = running.fit.step(now, &sample);
             self.signals.set_fit(Some(running.fit.limit_now()));
@@ -197,7 +193,7 @@ impl Shared {
         state: impl FnOnce(&str) -> AdminTaskState,
     ) -> Option<ByteSize> {
         let running = {
-            let mut in_force = lock(&self.fit.0);
+            let mut in_force = lock(&self.fit);
             let running = in_force.take()?;
             self.signals.set_fit(None);
             running

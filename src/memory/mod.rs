@@ -19,7 +19,6 @@
 
 mod actions;
 mod admin;
-mod admin_worker;
 mod breakdown;
 mod builder;
 #[cfg(feature = "device")]
@@ -44,8 +43,7 @@ mod snapshot;
 mod trend;
 mod verdict;
 
-pub use admin::{AdminCommand, AdminTask, AdminTaskState};
-pub use admin_worker::MemoryAdmin;
+pub use admin::{AdminCommand, AdminTask, AdminTaskState, MemoryAdmin};
 pub use breakdown::{Breakdown, MemoryPart, PartKind};
 pub use builder::Builder;
 #[cfg(feature = "cuda")]

@@ -181,24 +181,20 @@ fn heap_resident(shared: &Shared) -> ByteSize {
     heap.unwrap_or_default().resident
 }
 
-/// Purges if the reserved loads do not fit together with memory that a purge would release.
-/// Admission counts that memory as free, but a resource does not reuse pages of the shared heap,
-/// and the control loop may sleep for longer than a load takes.
-fn purge_before_load(shared: &Shared) {
-    let host = shared.admission.ledger(Budget::Host);
-    let (physical, loading) = (shared.signals.sample().physical, host.loading());
-    if !loading.is_zero() && physical.saturating_add(loading) > host.ceiling() {
-        // As on the worker: a purge of arenas must not wait for the device.
-        let _background = background();
-        let _ = shared.purge(Trigger::Pressure);
-    }
-}
-
 impl LoadScope for OwnArena {
     fn load(&self, load: &mut dyn FnMut() -> bool) {
         let shared = self.shared.upgrade();
         if let Some(shared) = &shared {
-            purge_before_load(shared);
+            // Purges if the reserved loads do not fit together with memory that a purge would
+            // release. Admission counts that memory as free, but a resource does not reuse pages of
+            // the shared heap, and the control loop may sleep for longer than a load takes.
+            let host = shared.admission.ledger(Budget::Host);
+            let (physical, loading) = (shared.signals.sample().physical, host.loading());
+            if !loading.is_zero() && physical.saturating_add(loading) > host.ceiling() {
+                // As on the worker: a purge of arenas must not wait for the device.
+                let _background = background();
+                let _ = shared.purge(Trigger::Pressure);
+            }
         }
         let Some(shared) = shared.filter(|_| !heap::serves_c()) else {
             self.load_within(load);

@@ -8,6 +8,8 @@ use std::time::Duration;
 use lowtide_admission::{Job, LimitAdvice, Mappings, MemoryUsage, RequestMemory, Trigger};
 use lowtide_heap::HeapSizeClass;
 
+use crate::sync::lock;
+
 use super::breakdown::Breakdown;
 use super::error::{Diagnostic, MemoryError};
 use super::events::Event;
@@ -77,8 +79,8 @@ impl MemoryHeap<'_> {
     #[must_use]
     pub fn leaks(&self) -> LeakReport {
         let suspects = |shared: &Shared| shared.profiles.as_ref()?.suspects();
-        let report = self.0.here(|shared| Some(shared.quiet_times.report(suspects(shared))));
-        report.unwrap_or_else(|| QuietTimes::default().report(None))
+        let report = |shared: &Shared| Some(lock(&shared.quiet_times).report(suspects(shared)));
+        self.0.here(report).unwrap_or_else(|| QuietTimes::default().report(None))
     }
 }
 

@@ -74,17 +74,6 @@ impl RunningMemory {
         self.other_bells.iter().for_each(|bell| bell.ring());
     }
 
-    /// Waits for the flight recorder to end, for at most [`RECORDED_WITHIN`].
-    fn wait_for_recorder(&self) {
-        let this = std::thread::current().id();
-        let is_recorder = |thread: &&Started| thread.name == FLIGHT && thread.id != this;
-        let end = lock(&self.started).iter().find(is_recorder).map(|it| Arc::clone(&it.end));
-        if let Some(end) = end {
-            let clock = SystemClock::new();
-            end.wait(&clock, clock.now() + RECORDED_WITHIN);
-        }
-    }
-
     /// Waits for the threads until `deadline`, but at least [`JOIN_MIN`], and reports those that
     /// panicked or are still running. The latter may be joined later.
     ///
@@ -161,7 +150,13 @@ impl Drop for RunningMemory {
         self.flight.end(if std::thread::panicking() { RunEnd::Panicked } else { RunEnd::Dropped });
         self.state.close();
         self.end();
-        self.wait_for_recorder();
+        let this = std::thread::current().id();
+        let is_recorder = |thread: &&Started| thread.name == FLIGHT && thread.id != this;
+        let recorder = lock(&self.started).iter().find(is_recorder).map(|it| Arc::clone(&it.end));
+        if let Some(end) = recorder {
+            let clock = SystemClock::new();
+            end.wait(&clock, clock.now() + RECORDED_WITHIN);
+        }
         self.claim.release();
         let requests_held = self.admission.stats().held();
         if was_running && requests_held > 0 {
@@ -199,19 +194,18 @@ impl ProcessClaim {
     /// # Errors
     /// [`StartError::AlreadyStarted`].
     pub(super) fn take() -> Result<Arc<Self>, StartError> {
-        let birth = Birth::now();
-        let here = birth.generation();
+        let here = Birth::now().generation();
         let claim = |by| (by != here).then_some(here);
         let taken = STARTED.fetch_update(Ordering::AcqRel, Ordering::Acquire, claim);
         taken.map_err(|_| StartError::AlreadyStarted)?;
-        let (held, threads) = (AtomicBool::new(true), AtomicUsize::new(0));
-        Ok(Arc::new(Self { held, threads, birth, is_attached: true }))
+        Ok(Self::new(true))
     }
 
-    /// Returns what stands for the claim of a detached `Memory`, which needs none.
-    pub(super) fn of_none() -> Arc<Self> {
-        let (held, threads) = (AtomicBool::new(false), AtomicUsize::new(0));
-        Arc::new(Self { held, threads, birth: Birth::now(), is_attached: false })
+    /// Returns a claim that was taken, or what stands for that of a detached `Memory`, which needs
+    /// none.
+    pub(super) fn new(is_attached: bool) -> Arc<Self> {
+        let (held, threads) = (AtomicBool::new(is_attached), AtomicUsize::new(0));
+        Arc::new(Self { held, threads, birth: Birth::now(), is_attached })
     }
 
     /// Allows the next `Memory` to start, once. Does nothing in a forked child, which has its own

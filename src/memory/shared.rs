@@ -27,7 +27,7 @@ use super::breakdown::{Breakdown, PartKind, list};
 use super::devices::Devices;
 use super::error::{Diagnostic, MemoryError};
 use super::events::EventLog;
-use super::fit::FitInForce;
+use super::fit::FitTask;
 use super::flight::Flight;
 use super::own_arena::Loads;
 use super::profiles::Profiles;
@@ -55,18 +55,21 @@ pub(super) struct Shared {
     pub(super) heap: Option<HeapProbe>,
     pub(super) signals: Arc<Signals>,
     pub(super) bound_arenas: Option<u32>,
+    /// The most background threads of jemalloc.
+    pub(super) background_threads: u32,
     pub(super) diagnostics: Mutex<Vec<Diagnostic>>,
     pub(super) purges: Purges,
     pub(super) claim: Arc<ProcessClaim>,
     pub(super) events: Arc<EventLog>,
     pub(super) flight: Arc<Flight>,
     pub(super) history: MetricsHistory,
-    pub(super) quiet_times: QuietTimes,
+    pub(super) quiet_times: Mutex<QuietTimes>,
     pub(super) mappings: SlowValue<Option<Mappings>>,
     /// `None` if the heap profiler is not active.
     pub(super) profiles: Option<Arc<Profiles>>,
     pub(super) admin_tasks: AdminTasks,
-    pub(super) fit: FitInForce,
+    /// The fit in force.
+    pub(super) fit: Mutex<Option<FitTask>>,
     pub(super) loads: Loads,
     /// `true` once the policy for exhaustion ends the process: completes `Memory::terminated`.
     #[cfg(feature = "tokio")]

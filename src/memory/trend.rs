@@ -29,10 +29,7 @@ const HOUR: f64 = 3600.0;
 
 /// The quiet times kept.
 #[derive(Debug)]
-pub(super) struct QuietTimes(Mutex<Windows>);
-
-#[derive(Debug)]
-struct Windows {
+pub(super) struct QuietTimes {
     /// The length of the current window.
     length: Duration,
     /// The start of the current window; `None` before the first figure.
@@ -55,13 +52,8 @@ struct QuietPoint {
 
 impl Default for QuietTimes {
     fn default() -> Self {
-        Self(Mutex::new(Windows {
-            length: WINDOW_MIN,
-            start: None,
-            lowest: None,
-            is_reported: false,
-            points: VecDeque::with_capacity(POINTS_MAX),
-        }))
+        let (start, lowest, points) = (None, None, VecDeque::with_capacity(POINTS_MAX));
+        Self { length: WINDOW_MIN, start, lowest, is_reported: false, points }
     }
 }
 
@@ -69,37 +61,27 @@ impl QuietTimes {
     /// Adds a figure. Returns `true` once in each window, at a time that is likely its quietest:
     /// the first figure of the second half that is no larger than those of the first half, or else
     /// the last figure.
-    pub(super) fn add(&self, now: Moment, at: Duration, live: ByteSize) -> bool {
-        lock(&self.0).add(QuietPoint { now, at, live })
-    }
-
-    /// Returns the trend, with these call sites that grew.
-    pub(super) fn report(&self, suspects: Option<Grown>) -> LeakReport {
-        let windows = lock(&self.0);
-        let points: Vec<_> = windows.points.iter().copied().collect();
-        let window = windows.length;
-        drop(windows);
-        let growth_per_hour = growth_per_hour(&points);
-        let points = points.into_iter().map(|seen| (seen.at, seen.live)).collect();
-        LeakReport { points, window, growth_per_hour, profiler: profiler(), suspects }
-    }
-}
-
-impl Windows {
-    fn add(&mut self, seen: QuietPoint) -> bool {
-        let start = *self.start.get_or_insert(seen.now);
-        let elapsed = seen.now - start;
-        let is_lowest = self.lowest.is_none_or(|lowest| seen.live <= lowest.live);
+    pub(super) fn add(&mut self, now: Moment, at: Duration, live: ByteSize) -> bool {
+        let elapsed = now - *self.start.get_or_insert(now);
+        let is_lowest = self.lowest.is_none_or(|lowest| live <= lowest.live);
         if is_lowest {
-            self.lowest = Some(seen);
+            self.lowest = Some(QuietPoint { now, at, live });
         }
         let is_over = elapsed >= self.length;
         let reports = !self.is_reported && (is_over || is_lowest && elapsed * 2 >= self.length);
         self.is_reported |= reports;
         if is_over {
-            self.close(seen.now);
+            self.close(now);
         }
         reports
+    }
+
+    /// Returns the trend, with these call sites that grew.
+    pub(super) fn report(&self, suspects: Option<Grown>) -> LeakReport {
+        let points: Vec<_> = self.points.iter().copied().collect();
+        let growth_per_hour = growth_per_hour(&points);
+        let points = points.into_iter().map(|seen| (seen.at, seen.live)).collect();
+        LeakReport { points, window: self.length, growth_per_hour, profiler: profiler(), suspects }
     }
 
     /// Keeps the quiet time of the window, and begins the next window.
@@ -268,7 +250,7 @@ mod tests {
 
     /// Adds a figure for each second, and returns the seconds that were reported.
     fn run(seconds: u64, live: impl Fn(u64) -> u64) -> (LeakReport, Vec<u64>) {
-        let quiet = QuietTimes::default();
+        let mut quiet = QuietTimes::default();
         let add = |second: &u64| {
             let at = Duration::from_secs(*second);
             let live = ByteSize::new(live(*second));
@@ -312,7 +294,7 @@ mod tests {
     #[test]
     fn a_forked_child_gets_a_verdict_whoever_held_the_quiet_times_at_the_fork() {
         let memory = crate::Memory::builder().detached().start().expect("it needs nothing");
-        let held = lock(&memory.0.shared.quiet_times.0);
+        let held = lock(&memory.0.shared.quiet_times);
         let says = || !memory.report().verdict().summary.is_empty();
         assert!(crate::memory::holds_in_child(says));
         drop(held);

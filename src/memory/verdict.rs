@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::short;
+use crate::sync::lock;
 use lowtide_admission::{Budget, Level, LimitSource, RejectReason, RequestPhase};
 
 use super::breakdown::{Breakdown, MemoryPart, PartKind, list};
@@ -63,7 +64,7 @@ impl fmt::Display for Verdict {
 impl Verdict {
     pub(super) fn new(shared: &Shared, snapshot: &MemorySnapshot, breakdown: &Breakdown) -> Self {
         let events = &shared.here(|shared| shared.events.all());
-        let trend = shared.here(|shared| Some(shared.quiet_times.report(None)));
+        let trend = shared.here(|shared| Some(lock(&shared.quiet_times).report(None)));
         let rules = [
             exhausted(snapshot, breakdown),
             observing(snapshot),

@@ -16,27 +16,28 @@
 //! # Ok::<(), lowtide::BoxError>(())
 //! ```
 
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::Mutex;
 
 use metrics_exporter_prometheus::{BuildError, Matcher, PrometheusBuilder, PrometheusHandle};
 
+use crate::sync::lock;
+
 /// The handle of the recorder that [`install`] installed.
-static INSTALLED: OnceLock<PrometheusHandle> = OnceLock::new();
+static INSTALLED: Mutex<Option<PrometheusHandle>> = Mutex::new(None);
 
 /// Installs a Prometheus recorder for this process, once; further calls do nothing.
 ///
 /// # Errors
 /// The exporter's error, if the application has installed another recorder.
 pub(crate) fn install() -> Result<(), BuildError> {
-    // Under a lock, so that two threads do not both install one.
-    static INSTALLING: Mutex<()> = Mutex::new(());
-    let _guard = INSTALLING.lock().unwrap_or_else(PoisonError::into_inner);
-    if INSTALLED.get().is_none() {
+    // Under the lock, so that two threads do not both install one.
+    let mut installed = lock(&INSTALLED);
+    if installed.is_none() {
         let mut builder = PrometheusBuilder::new();
         for (name, buckets) in super::histograms() {
             builder = builder.set_buckets_for_metric(Matcher::Full(name.to_owned()), buckets)?;
         }
-        let _ = INSTALLED.set(builder.install_recorder()?);
+        *installed = Some(builder.install_recorder()?);
     }
     Ok(())
 }
@@ -45,13 +46,13 @@ pub(crate) fn install() -> Result<(), BuildError> {
 /// [`Builder::prometheus`](crate::memory::Builder::prometheus).
 #[must_use]
 pub fn render() -> Option<String> {
-    INSTALLED.get().map(PrometheusHandle::render)
+    let handle = lock(&INSTALLED).clone();
+    handle.map(|handle| handle.render())
 }
 
 /// Moves the samples of histograms into their buckets, which would otherwise grow until the next
 /// scrape.
 pub(crate) fn run_upkeep() {
-    if let Some(handle) = INSTALLED.get() {
-        handle.run_upkeep();
-    }
+    let handle = lock(&INSTALLED).clone();
+    handle.into_iter().for_each(|handle| handle.run_upkeep());
 }

@@ -216,16 +216,6 @@ impl MetricsWriter {
         }
     }
 
-    /// Publishes the versions and the profile.
-    pub(crate) fn build_info(self, profile: &str, service_version: Option<&str>) {
-        let labels = [
-            label("version", env!("CARGO_PKG_VERSION")),
-            label("profile", profile),
-            label("service_version", service_version.unwrap_or("unknown")),
-        ];
-        self.put(name::BUILD_INFO, &labels, 1);
-    }
-
     /// Publishes the standard metrics of the process.
     pub(crate) fn process(self, rss: Option<ByteSize>, stats: &ProcessStats) {
         self.put(name::PROCESS_RESIDENT, &[], rss);

@@ -126,16 +126,6 @@ pub(super) fn has_unknown_length(body: &impl Body) -> bool {
     body.size_hint().exact().is_none()
 }
 
-/// Adds bytes that were kept of a body to what is left of it.
-fn and_kept(left: &SizeHint, kept: usize) -> SizeHint {
-    let mut hint = SizeHint::new();
-    hint.set_lower(left.lower().saturating_add(kept as u64));
-    if let Some(upper) = left.upper() {
-        hint.set_upper(upper.saturating_add(kept as u64));
-    }
-    hint
-}
-
 /// The end of a body that the handler has not got yet.
 #[derive(Debug)]
 enum Last {
@@ -224,8 +214,7 @@ impl<Q: Body<Data = Bytes>> Body for RequestBody<Q> {
         let hint = self.body.as_ref().map_or_else(SizeHint::default, Body::size_hint);
         match &self.last {
             Some(Last::Frame(frame)) => {
-                let left = SizeHint::with_exact(hint.lower());
-                and_kept(&left, data_length(frame))
+                SizeHint::with_exact(hint.lower().saturating_add(data_length(frame) as u64))
             }
             Some(Last::End) | None => hint,
         }
@@ -514,10 +503,11 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
                     Some(body) => body.size_hint(),
                     None => SizeHint::with_exact(0),
                 };
-                match limited {
-                    None => left,
-                    Some(limits) => and_kept(&left, limits.rest.len()),
-                }
+                let kept = limited.as_ref().map_or(0, |limits| limits.rest.len() as u64);
+                let mut hint = SizeHint::new();
+                hint.set_lower(left.lower().saturating_add(kept));
+                left.upper().into_iter().for_each(|most| hint.set_upper(most.saturating_add(kept)));
+                hint
             }
             ResponseKind::Rejected { text } => {
                 SizeHint::with_exact(text.as_ref().map_or(0, Bytes::len) as u64)

@@ -34,7 +34,7 @@ use super::answer::{JSON, answer, budget, figures, guard, limit, page, pretty, s
 #[cfg(feature = "device")]
 use super::devices::{self, Maps};
 use super::json::{self, JsonPart, PartContext};
-use super::query::{Format, Query, invalid_value};
+use super::query::{Query, invalid_value, prefers_html};
 use super::rejection::Denial;
 
 const TEXT: &str = "text/plain; charset=utf-8";
@@ -321,18 +321,15 @@ impl Endpoints {
 
     fn asked<B>(&self, request: &Request<B>) -> Result<Response<String>, Denial> {
         let query = Query::read(request.uri().query(), &["format", "limit", "with"])?;
-        let format = match query.get("format") {
-            None => Format::preferred(request.headers()),
-            Some("json") => Format::Json,
-            Some("html") => Format::Html,
+        let is_html = match query.get("format") {
+            None => prefers_html(request.headers()),
+            Some("json") => false,
+            Some("html") => true,
             Some(other) => return Err(invalid_value("format", other, "json or html")),
         };
         let parts = json::read(query.get("with").unwrap_or_default())?;
         let limit = query.get("limit").map(|text| json::read_limit(text, &parts)).transpose()?;
-        Ok(match format {
-            Format::Html => page(),
-            Format::Json => self.memory(&parts, limit),
-        })
+        Ok(if is_html { page() } else { self.memory(&parts, limit) })
     }
 
     /// Returns the figures and these parts. With parts the JSON is one line, since a page reads it.

@@ -64,7 +64,9 @@ impl ExemptPaths {
         body: &impl Body,
         ceiling: ByteSize,
     ) -> Option<ExemptShare> {
-        let bytes = longest(head, body).unwrap_or(EXEMPT_BODY_MAX);
+        let upper = || body.size_hint().upper().map(ByteSize::new).or_else(|| body_length(head));
+        let bytes = if body.is_end_stream() { Some(ByteSize::ZERO) } else { upper() };
+        let bytes = bytes.unwrap_or(EXEMPT_BODY_MAX);
         if bytes > EXEMPT_BODY_MAX {
             return None;
         }
@@ -76,14 +78,6 @@ impl ExemptPaths {
         self.held.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).ok()?;
         Some(ExemptShare { bytes, held: Arc::clone(&self.held) })
     }
-}
-
-/// Returns the maximum length of the body; `None` if unknown.
-fn longest(head: &Parts, body: &impl Body) -> Option<ByteSize> {
-    if body.is_end_stream() {
-        return Some(ByteSize::ZERO);
-    }
-    body.size_hint().upper().map(ByteSize::new).or_else(|| body_length(head))
 }
 
 /// The memory held by one exempt request, until dropped.

@@ -514,7 +514,9 @@ impl MemoryLayer {
             return (Cost::ZERO, Priority::Exempt, None);
         }
         let path = head.uri.path();
-        let streams = load_reports.as_ref().is_some_and(|reports| reports.has_streams());
+        let streams = load_reports
+            .as_ref()
+            .is_some_and(|reports| reports.has_streams.load(Ordering::Relaxed));
         if (exempt_paths.contains(path) || streams && path == LOAD_REPORT_STREAM_PATH)
             && let Some(share) =
                 exempt_paths.share(head, body, admission.ledger(Budget::Host).ceiling())
@@ -996,7 +998,7 @@ where
                     && permit.answered(response)
                 {
                     permit.goes_on();
-                    response.extensions_mut().insert(Upgraded::new(permit.clone()));
+                    response.extensions_mut().insert(Upgraded(permit.clone()));
                 }
                 let mut trailers = None;
                 if let Some(reports) = &settings.load_reports {

@@ -79,35 +79,22 @@ fn decoded(text: &str) -> Result<String, Denial> {
     decoded.map_err(|_| invalid("the query is not percent-encoded UTF-8".to_owned()))
 }
 
-/// The format of the figures.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Format {
-    Json,
-    Html,
-}
-
-impl Format {
-    /// Returns the format that the headers prefer: HTML if it is named, as by browsers, and weighs
-    /// more than JSON; otherwise JSON. The weight of a type counts before that of its group. An
-    /// invalid weight is 0.
-    pub(super) fn preferred(headers: &HeaderMap) -> Self {
-        let valid = |text: &str| text.parse().ok().filter(|weight| (0.0..=1.0).contains(weight));
-        let accepts = || headers.get_all(ACCEPT).iter().filter_map(|accept| accept.to_str().ok());
-        let weight_of = |name: &str| {
-            let weights = accepts().flat_map(|accept| accept.split(',')).filter_map(|range| {
-                let mut parts = range.split(';').map(str::trim);
-                let is_named = parts.next()?.eq_ignore_ascii_case(name);
-                let weight =
-                    parts.find_map(|part| part.strip_prefix(['q', 'Q'])?.strip_prefix('='));
-                is_named.then(|| weight.map_or(1.0, |weight| valid(weight).unwrap_or(0.0)))
-            });
-            weights.reduce(f64::max)
-        };
-        let weight = |known: [&str; 2]| known.into_iter().find_map(weight_of).unwrap_or(0.0);
-        let prefers_html =
-            weight(["text/html", "text/*"]) > weight(["application/json", "application/*"]);
-        if prefers_html { Self::Html } else { Self::Json }
-    }
+/// Returns `true` if the headers prefer HTML to JSON: if it is named, as by browsers, and weighs
+/// more. The weight of a type counts before that of its group. An invalid weight is 0.
+pub(super) fn prefers_html(headers: &HeaderMap) -> bool {
+    let valid = |text: &str| text.parse().ok().filter(|weight| (0.0..=1.0).contains(weight));
+    let accepts = || headers.get_all(ACCEPT).iter().filter_map(|accept| accept.to_str().ok());
+    let weight_of = |name: &str| {
+        let weights = accepts().flat_map(|accept| accept.split(',')).filter_map(|range| {
+            let mut parts = range.split(';').map(str::trim);
+            let is_named = parts.next()?.eq_ignore_ascii_case(name);
+            let weight = parts.find_map(|part| part.strip_prefix(['q', 'Q'])?.strip_prefix('='));
+            is_named.then(|| weight.map_or(1.0, |weight| valid(weight).unwrap_or(0.0)))
+        });
+        weights.reduce(f64::max)
+    };
+    let weight = |known: [&str; 2]| known.into_iter().find_map(weight_of).unwrap_or(0.0);
+    weight(["text/html", "text/*"]) > weight(["application/json", "application/*"])
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
@@ -116,15 +103,15 @@ mod tests {
 
     use super::*;
 
-    fn preferred(accept: &str) -> Format {
+    fn preferred(accept: &str) -> bool {
         let mut headers = HeaderMap::new();
         headers.insert(ACCEPT, HeaderValue::from_str(accept).expect("a header"));
-        Format::preferred(&headers)
+        prefers_html(&headers)
     }
 
     #[test]
     fn html_is_for_clients_that_prefer_it_by_name() {
-        assert_eq!(Format::preferred(&HeaderMap::new()), Format::Json);
+        assert!(!prefers_html(&HeaderMap::new()));
         let browser = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8";
         for accept in [
             browser,
@@ -134,7 +121,7 @@ mod tests {
             "text/html, application/json;q=0.9",
             "application/json;q=0, application/*, text/html;q=0.5",
         ] {
-            assert_eq!(preferred(accept), Format::Html, "{accept}");
+            assert!(preferred(accept), "{accept}");
         }
         for accept in [
             "*/*",
@@ -153,12 +140,12 @@ mod tests {
             ";;,,q=1",
             "application/*;q=0.9, text/html;q=0.8",
         ] {
-            assert_eq!(preferred(accept), Format::Json, "{accept}");
+            assert!(!preferred(accept), "{accept}");
         }
         let mut two = HeaderMap::new();
         two.append(ACCEPT, HeaderValue::from_static("image/png"));
         two.append(ACCEPT, HeaderValue::from_static("text/html"));
-        assert_eq!(Format::preferred(&two), Format::Html, "headers add up");
+        assert!(prefers_html(&two), "headers add up");
     }
 
     #[test]

@@ -95,7 +95,7 @@ impl TimeLimits {
             return Some(Rejected::HeldTooLong { most });
         }
         let response = self.response()?;
-        response.is_spent(now).then(|| response.rate().too_slow())
+        response.is_spent(now).then(|| response.rate.too_slow())
     }
 
     /// Keeps the waker of the connection while it waits for the handler.
@@ -112,7 +112,7 @@ impl TimeLimits {
         let unsent = lock(&self.unsent).upgrade();
         let connection = self.connection.as_ref().and_then(Weak::upgrade);
         if let Some((unsent, connection)) = unsent.zip(connection) {
-            *lock(&unsent) = Some(connection.overdue());
+            *lock(&unsent) = Some(Arc::clone(&connection.overdue));
         }
         let sender = lock(&self.sender).take();
         sender.into_iter().for_each(Waker::wake);
@@ -170,7 +170,7 @@ impl MinDataRate {
 /// The pace of one body.
 #[derive(Debug)]
 pub(super) struct Pace {
-    rate: MinDataRate,
+    pub(super) rate: MinDataRate,
     /// The largest credit between two waits.
     most: Duration,
     state: Mutex<PaceState>,
@@ -275,10 +275,6 @@ impl Pace {
             drop(state);
             waker.into_iter().for_each(Waker::wake);
         }
-    }
-
-    pub(super) const fn rate(&self) -> MinDataRate {
-        self.rate
     }
 }
 

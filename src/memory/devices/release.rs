@@ -202,8 +202,12 @@ impl Shared {
                 continue;
             }
             self.sample_device(device, now);
-            if device.admission.is_some() {
-                self.keep_below_limit(device);
+            // Releases idle memory if its arenas hold more of the limit than the lowest level allows.
+            let Thresholds { up: [up, ..], down: [down, ..], .. } = Thresholds::default();
+            let (limit, committed) = (self.config.device_limit.value, self.committed_on(device));
+            let has_limit = device.admission.is_some() && limit != ByteSize::MAX;
+            if has_limit && committed > limit.scaled(up) {
+                self.give_idle_back(device, committed.saturating_sub(limit.scaled(down)));
             }
         }
         self.report_losses();
@@ -239,17 +243,6 @@ impl Shared {
             log!(info, %device, %free, watermark = %low, %idle, "device memory low");
         } else if was_short && !is_short {
             log!(info, %device, %free, "device memory recovered");
-        }
-    }
-
-    /// Releases idle memory of a device if its arenas hold more of the limit than the lowest level
-    /// allows.
-    fn keep_below_limit(&self, device: &Device) {
-        let limit = self.config.device_limit.value;
-        let Thresholds { up: [up, ..], down: [down, ..], .. } = Thresholds::default();
-        let committed = self.committed_on(device);
-        if limit != ByteSize::MAX && committed > limit.scaled(up) {
-            self.give_idle_back(device, committed.saturating_sub(limit.scaled(down)));
         }
     }
 

@@ -151,29 +151,23 @@ impl Shared {
     /// Returns the device with the most headroom, and the fewest arenas among equal ones.
     fn roomiest(&self) -> Result<Arc<Device>, MemoryError> {
         let arenas = self.devices.arenas.all();
-        let (mut best, mut failed) = (None, None);
-        for device in &self.devices.list {
-            match device.headroom(&self.admission) {
-                Ok(room) => {
-                    let on = arenas.iter().filter(|it| it.device.number == device.number).count();
-                    let key = (room, Reverse(on));
-                    if best.as_ref().is_none_or(|(most, _)| key > *most) {
-                        best = Some((key, Arc::clone(device)));
-                    }
-                }
-                Err(error) => {
-                    let device_name = device.name.to_string();
-                    failed.get_or_insert(match device.driver.lost() {
-                        Some(error) => lost(device, error),
-                        None => MemoryError::DeviceSilent { device: device_name, error },
-                    });
-                }
+        let mut failed = None;
+        let key = |device: &Arc<Device>| match device.headroom(&self.admission) {
+            Ok(room) => {
+                let on = arenas.iter().filter(|it| it.device.number == device.number).count();
+                Some(((Reverse(room), on), Arc::clone(device)))
             }
-        }
-        match best {
-            Some((_, device)) => Ok(device),
-            None => Err(failed.unwrap_or(MemoryError::NoDevice)),
-        }
+            Err(error) => {
+                let name = device.name.to_string();
+                failed.get_or_insert(match device.driver.lost() {
+                    Some(error) => lost(device, error),
+                    None => MemoryError::DeviceSilent { device: name, error },
+                });
+                None
+            }
+        };
+        let best = self.devices.list.iter().filter_map(key).min_by_key(|(key, _)| *key);
+        best.map(|(_, device)| device).ok_or_else(|| failed.unwrap_or(MemoryError::NoDevice))
     }
 
     /// Reports devices that were lost since the last call.

@@ -407,55 +407,47 @@ pub(super) fn read(file: &[u8]) -> FileContents {
     }
     if !file.starts_with(MARK_OF_ALL) {
         // A recording that was truncated while it was in use has no mark, but whole halves.
-        let is_ours = HALVES_AT.into_iter().any(|at| Half::read(file, at).is_some());
+        let is_ours = HALVES_AT.into_iter().any(|at| half(file, at).is_some());
         return if is_ours { FileContents::Unreadable } else { FileContents::Foreign };
     }
     if !file.starts_with(MARK) {
         return FileContents::Unreadable;
     }
-    let halves = HALVES_AT.map(|at| Half::read(file, at));
-    let newest = halves.into_iter().flatten().max_by_key(|half| half.sequence);
-    let Some(half) = newest else {
+    let halves = HALVES_AT.map(|at| half(file, at));
+    let newest = halves.into_iter().flatten().max_by_key(|(sequence, _)| *sequence);
+    let Some((_, payload)) = newest else {
         let is_empty = HALVES_AT.iter().all(|at| {
             let half = file.get(*at..).unwrap_or_default();
             half.iter().take(HALF_BYTES).all(|byte| *byte == 0)
         });
         return if is_empty { FileContents::Nothing } else { FileContents::Unreadable };
     };
-    half.recording()
-        .map_or(FileContents::Unreadable, |recording| FileContents::Recording(Box::new(recording)))
+    let recording = recording(payload).map(Box::new);
+    recording.map_or(FileContents::Unreadable, FileContents::Recording)
 }
 
-/// A half whose checksum is right.
-#[derive(Clone, Copy, Debug)]
-struct Half<'a> {
-    sequence: u64,
-    payload: &'a [u8],
+/// Returns the sequence number and the payload of a half whose checksum is right.
+fn half(file: &[u8], at: usize) -> Option<(u64, &[u8])> {
+    let place = file.get(at..)?;
+    let mut reader = Reader(place.get(..HEADER)?);
+    let length = usize::try_from(u32::read(&mut reader)?).ok()?;
+    let (sum, sequence) = (u32::read(&mut reader)?, u64::read(&mut reader)?);
+    let whole = HEADER.checked_add(length).filter(|whole| *whole <= HALF_BYTES)?;
+    let whole = place.get(..whole)?;
+    (checksum(whole) == sum).then_some((sequence, whole.get(HEADER..)?))
 }
 
-impl<'a> Half<'a> {
-    fn read(file: &'a [u8], at: usize) -> Option<Self> {
-        let place = file.get(at..)?;
-        let mut reader = Reader(place.get(..HEADER)?);
-        let length = usize::try_from(u32::read(&mut reader)?).ok()?;
-        let (sum, sequence) = (u32::read(&mut reader)?, u64::read(&mut reader)?);
-        let whole = HEADER.checked_add(length).filter(|whole| *whole <= HALF_BYTES)?;
-        let whole = place.get(..whole)?;
-        (checksum(whole) == sum).then_some(Self { sequence, payload: whole.get(HEADER..)? })
-    }
-
-    fn recording(&self) -> Option<FlightRecording> {
-        let mut reader = Reader(self.payload);
-        let run = RunIdentity::read(&mut reader)?;
-        let machine_kills = Stored::read(&mut reader)?;
-        let end = Stored::read(&mut reader)?;
-        let samples = reader.list(SAMPLES_MAX, Stored::read)?;
-        let mut events = reader.list(EVENTS_MAX, Event::read)?;
-        events.sort_by_key(|event| event.at);
-        let permits = reader.list(PERMITS_MAX, Stored::read)?;
-        let resources = reader.list(RESOURCES_MAX, Stored::read)?;
-        Some(FlightRecording { run, end, machine_kills, samples, events, permits, resources })
-    }
+fn recording(payload: &[u8]) -> Option<FlightRecording> {
+    let mut reader = Reader(payload);
+    let run = RunIdentity::read(&mut reader)?;
+    let machine_kills = Stored::read(&mut reader)?;
+    let end = Stored::read(&mut reader)?;
+    let samples = reader.list(SAMPLES_MAX, Stored::read)?;
+    let mut events = reader.list(EVENTS_MAX, Event::read)?;
+    events.sort_by_key(|event| event.at);
+    let permits = reader.list(PERMITS_MAX, Stored::read)?;
+    let resources = reader.list(RESOURCES_MAX, Stored::read)?;
+    Some(FlightRecording { run, end, machine_kills, samples, events, permits, resources })
 }
 
 /// The bytes that are left to read.

@@ -9,6 +9,7 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
+use crate::clock::short;
 use lowtide_admission::{Level, RequestMemory};
 
 use crate::memory::events::Event;
@@ -142,7 +143,8 @@ impl LastExit {
 
 impl FlightRecording {
     fn verdict(&self, now: &Now) -> (ExitCause, String) {
-        let after = spoken(self.samples.last().map_or(Duration::ZERO, |last| last.uptime));
+        let after = self.samples.last().map_or(Duration::ZERO, |last| last.uptime);
+        let after = short(after).to_string();
         match self.end {
             RunEnd::ShutDown => (ExitCause::Shutdown, format!("shut down in order after {after}")),
             RunEnd::Exhausted => self.with_memory(
@@ -241,17 +243,4 @@ impl FlightRecording {
 
 fn share(physical: ByteSize, limit: ByteSize) -> f64 {
     if limit == ByteSize::MAX || limit.is_zero() { 0.0 } else { physical.as_f64() / limit.as_f64() }
-}
-
-/// Formats a duration in its two largest units.
-fn spoken(time: Duration) -> String {
-    let seconds = time.as_secs();
-    let (days, hours) = (seconds / 86_400, seconds / 3_600 % 24);
-    let (minutes, rest) = (seconds / 60 % 60, seconds % 60);
-    match (days, hours, minutes) {
-        (0, 0, 0) => format!("{:.1} s", time.as_secs_f64()),
-        (0, 0, _) => format!("{minutes} min {rest} s"),
-        (0, _, _) => format!("{hours} h {minutes} min"),
-        _ => format!("{days} d {hours} h"),
-    }
 }

@@ -331,12 +331,5 @@ fn cgroup(signals: &Signals) -> u64 {
 /// Returns the kernel's boot id; zeros if it is unknown.
 fn boot_id() -> [u8; 16] {
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let digits = text.chars().filter_map(|digit| digit.to_digit(16));
-    let mut id = [0; 16];
-    for (at, digit) in digits.take(32).enumerate() {
-        if let Some(byte) = id.get_mut(at / 2) {
-            *byte = *byte << 4 | u8::try_from(digit).unwrap_or_default();
-        }
-    }
-    id
+    u128::from_str_radix(&text.trim().replace('-', ""), 16).unwrap_or_default().to_be_bytes()
 }

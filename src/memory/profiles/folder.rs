@@ -113,12 +113,6 @@ impl Folder {
         };
         self.count = number;
         self.files.push((path.clone(), size));
-        self.prune();
-        Ok((path, size))
-    }
-
-    /// Removes the oldest profiles but the first, which shows what is there before a growth.
-    fn prune(&mut self) {
         let sum = |files: &[(_, ByteSize)]| files.iter().map(|(_, size)| *size).sum::<ByteSize>();
         while self.files.len() > 2 && (self.files.len() > FILES_MAX || sum(&self.files) > BYTES_MAX)
         {
@@ -126,6 +120,7 @@ impl Folder {
             // An operator may have moved it.
             let _ = fs::remove_file(path);
         }
+        Ok((path, size))
     }
 }
 

@@ -20,7 +20,6 @@ mod requests;
 #[cfg(feature = "tokio")]
 mod tcp;
 
-use std::any::Any;
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -32,6 +31,8 @@ use crate::clock::{Clock, Moment, SystemClock};
 use crate::metrics::record::{CloseReason, OPEN};
 use crate::sync::lock;
 use lowtide_admission::{Admission, AdmissionStats, Budget, Level, RejectReason};
+
+use super::permit::RequestPermit;
 
 #[cfg(all(feature = "axum", feature = "tokio"))]
 pub use app::ConnectionApp;
@@ -130,13 +131,6 @@ struct ConnectionTable {
 }
 
 impl ConnectionTable {
-    /// Returns the place of the connection that has lingered for the longest time.
-    fn oldest_lingering(&self) -> Option<usize> {
-        let lingering = self.open.iter().enumerate().filter(|(_, state)| state.lingers());
-        let oldest = lingering.min_by_key(|(_, state)| state.lingers_since.load(Ordering::Relaxed));
-        oldest.map(|(at, _)| at)
-    }
-
     /// Returns the place of the connection that may be closed for another one.
     fn least_active(&self, most: usize, now: Moment, grace: Duration) -> Option<usize> {
         let is_due = |state: &&Arc<ConnectionState>| state.moved() + grace <= now;
@@ -183,7 +177,7 @@ pub(super) struct ConnectionState {
     is_shared: AtomicBool,
     /// Has a handle for each request whose time limit has passed, and of whose response a part is
     /// not sent.
-    overdue: Arc<()>,
+    pub(super) overdue: Arc<()>,
     /// A part of the last request's body was not read.
     has_unread: AtomicBool,
     /// The time since which it lingers, in nanoseconds since the clock's origin and at least 1;
@@ -200,13 +194,7 @@ pub(super) struct ConnectionState {
 /// The permit of a request after which its connection has another protocol, in the extensions of
 /// the answer. A connection of HTTP/1 keeps it to its end.
 #[derive(Clone, Debug)]
-pub(super) struct Upgraded(#[expect(dead_code, reason = "kept")] Arc<dyn Any + Send + Sync>);
-
-impl Upgraded {
-    pub(super) fn new(permit: impl Any + Send + Sync) -> Self {
-        Self(Arc::new(permit))
-    }
-}
+pub(super) struct Upgraded(#[expect(dead_code, reason = "kept")] pub(super) RequestPermit);
 
 impl ConnectionState {
     fn moved(&self) -> Moment {
@@ -233,11 +221,6 @@ impl ConnectionState {
         let keeps = self.is_shared.load(Ordering::Relaxed)
             && (self.is_working() || now - self.moved() <= grace);
         Arc::strong_count(&self.overdue) > 1 && !keeps
-    }
-
-    /// Has the connection closed, unless what is returned is dropped before.
-    pub(super) fn overdue(&self) -> Arc<()> {
-        Arc::clone(&self.overdue)
     }
 
     fn close(&self, reason: CloseReason) {
@@ -335,10 +318,10 @@ impl Connections {
         let mut displaced = None;
         let mut table = lock(&self.table);
         if table.open.len() >= most {
-            let at = match table.oldest_lingering() {
-                Some(at) => at,
-                None => table.displace(most, now, grace)?,
-            };
+            let lingering = table.open.iter().enumerate().filter(|(_, state)| state.lingers());
+            let since = |state: &ConnectionState| state.lingers_since.load(Ordering::Relaxed);
+            let oldest = lingering.min_by_key(|(_, state)| since(state)).map(|(at, _)| at);
+            let at = oldest.map_or_else(|| table.displace(most, now, grace), Ok)?;
             displaced = Some(table.open.swap_remove(at));
             table.closing += 1;
         }

@@ -119,21 +119,6 @@ fn put_entry(field: u8, name: &str, value: f64, into: &mut Vec<u8>) {
     into.extend_from_slice(&value.to_le_bytes());
 }
 
-/// Encodes bytes.
-pub(super) fn base64(bytes: &[u8]) -> String {
-    const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
-    for three in bytes.chunks(3) {
-        let bits =
-            (0..3).fold(0, |bits: u32, at| bits << 8 | three.get(at).map_or(0, |b| (*b).into()));
-        for at in 0..4 {
-            let six = (bits >> (18 - 6 * at)) as usize & 63;
-            text.push(if at <= three.len() { char::from(LETTERS[six]) } else { '=' });
-        }
-    }
-    text
-}
-
 /// The time between two reports if the client names none, or zero: that of gRPC's clients.
 const INTERVAL_DEFAULT: Duration = Duration::from_secs(10);
 /// A shorter or longer interval counts as one of these. The control loop looks at streams every
@@ -311,14 +296,6 @@ mod tests {
         421b0a10686f73745f7574696c697a6174696f6e11000000000000e83f\
         421e0a13646576696365315f7574696c697a6174696f6e11000000000000f43f\
         49000000000000f43f";
-
-    #[test]
-    fn base64_is_that_of_the_standards_examples() {
-        let examples = ["", "Zg==", "Zm8=", "Zm9v", "Zm9vYg==", "Zm9vYmE=", "Zm9vYmFy"];
-        for (length, text) in examples.into_iter().enumerate() {
-            assert_eq!(base64(&b"foobar"[..length]), text);
-        }
-    }
 
     fn read(message: &[u8]) -> Result<Duration, String> {
         PartialRequest::default().add(&*framed(message)).map(|read| read.expect("it is whole"))

@@ -23,9 +23,10 @@ mod message;
 mod service;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use base64::prelude::{BASE64_STANDARD, Engine as _};
 use bytes::Bytes;
 use http::header::CONTENT_TYPE;
 use http::{HeaderMap, HeaderName, HeaderValue, Response};
@@ -39,7 +40,7 @@ use crate::fork::Birth;
 use crate::memory::{is_ending, published_state};
 use crate::sync::{Mutex, lock};
 
-use message::{LoadReport, base64, framed};
+use message::{LoadReport, framed};
 use service::Streams;
 
 pub use service::{LOAD_REPORT_STREAM_PATH, LoadReportService};
@@ -70,6 +71,8 @@ pub(super) struct LoadReports {
     responses: AtomicU64,
     errors: AtomicU64,
     encoded: Mutex<Encoded>,
+    /// `true` once a service streams the reports.
+    pub(super) has_streams: AtomicBool,
     streams: Streams,
 }
 
@@ -116,6 +119,7 @@ impl LoadReports {
             responses: AtomicU64::new(0),
             errors: AtomicU64::new(0),
             encoded: Mutex::new(empty),
+            has_streams: AtomicBool::new(false),
             streams: Streams::default(),
             admission,
             clock,
@@ -151,16 +155,6 @@ impl LoadReports {
         }
         trailers.remove(&METRICS);
         self.put(&METRICS_BIN, |encoded| &encoded.metadata, trailers);
-    }
-
-    /// Returns the report as a message of gRPC; `None` in a forked child.
-    fn message(&self) -> Option<Bytes> {
-        self.current(|encoded| encoded.message.clone())
-    }
-
-    /// Returns `true` if a service streams the reports.
-    pub(super) fn has_streams(&self) -> bool {
-        self.streams.is_served.load(Ordering::Relaxed)
     }
 
     /// Returns `true` if the service shuts down, or is about to.
@@ -233,7 +227,8 @@ impl LoadReports {
             value.unwrap_or_else(|_| HeaderValue::from_static(""))
         };
         (encoded.at, encoded.sheds) = (time, counts[SHEDS]);
-        (encoded.header, encoded.metadata) = (value(report.header()), value(base64(&message)));
+        (encoded.header, encoded.metadata) =
+            (value(report.header()), value(BASE64_STANDARD.encode(&message)));
         encoded.message = Bytes::from(framed(&message));
     }
 
@@ -255,17 +250,11 @@ impl LoadReports {
             let (physical, limit) = (state.physical(), state.limit());
             // Zero before the first sample.
             let is_known = limit != ByteSize::MAX && !limit.is_zero();
-            is_known.then(|| part(physical, limit))
+            is_known.then(|| (physical.as_f64() / limit.as_f64()).min(1.0))
         });
         let [rps, eps, ..] = rates.averages();
         LoadReport { mem_utilization, application_utilization, rps, eps, ledgers }
     }
-}
-
-/// Returns a part of a whole, from 0 to 1.
-#[expect(clippy::cast_precision_loss, reason = "a ratio")]
-fn part(of: ByteSize, whole: ByteSize) -> f64 {
-    (of.get() as f64 / whole.get() as f64).min(1.0)
 }
 
 /// Returns where the report of a gRPC response belongs; `None` for other responses.

@@ -15,7 +15,7 @@
 use std::convert::Infallible;
 use std::future::{Ready, ready};
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker, ready as ready_or_return};
 use std::time::Duration;
@@ -64,7 +64,7 @@ type ReportBody = Pin<Box<dyn Body<Data = Bytes, Error = BoxError> + Send>>;
 impl LoadReportService {
     pub(in crate::service) fn new(reports: &Arc<LoadReports>) -> Self {
         // Adds the streams of a layer to the registry, once.
-        if !reports.streams.is_served.swap(true, Ordering::Relaxed) {
+        if !reports.has_streams.swap(true, Ordering::Relaxed) {
             reports.admission.state().register(Arc::new(StreamTimer(Arc::downgrade(reports))));
         }
         Self(Arc::clone(reports))
@@ -211,7 +211,8 @@ impl<Q: Body> LoadReportStream<Q> {
             return Poll::Ready(Err((DEADLINE_EXCEEDED, text)));
         }
         *this.due = now() + *this.interval;
-        Poll::Ready(reports.message().ok_or_else(|| (UNAVAILABLE, ENDING.to_owned())))
+        let message = reports.current(|encoded| encoded.message.clone());
+        Poll::Ready(message.ok_or_else(|| (UNAVAILABLE, ENDING.to_owned())))
     }
 }
 
@@ -254,8 +255,6 @@ pub(super) struct Streams {
     count: AtomicUsize,
     waiting: Mutex<Vec<(u64, Moment, Waker)>>,
     next: AtomicU64,
-    /// `true` once a service streams the reports.
-    pub(super) is_served: AtomicBool,
 }
 
 impl Streams {

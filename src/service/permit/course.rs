@@ -384,7 +384,7 @@ impl RequestPermit {
             Poll::Pending if is_free => {}
             Poll::Ready(bytes) => pace.received(bytes, now),
             Poll::Pending if pace.wait(waker, now) => {}
-            Poll::Pending => self.end_in_time(pace.rate().too_slow()),
+            Poll::Pending => self.end_in_time(pace.rate.too_slow()),
         }
     }
 

@@ -120,15 +120,22 @@ impl RequestPermit {
             return work();
         }
         let admitted = self.0.owner();
-        let _trial = admitted.progress.has(TRIAL).then(|| TrialWork::new(self));
+        let trial = if admitted.progress.has(TRIAL) { self.begin_trial() } else { None };
         turn.into_iter().for_each(Turn::begins_work);
-        let _cover = ReserveGuard(self, turn);
+        let _guard = WorkGuard { permit: self, turn, trial };
         let covered = ByteSize::new(admitted.covered.load(Ordering::Relaxed));
         if covered < LARGE_MIN || !admitted.terms.reports {
             return self.0.run(work);
         }
         // What the ledger does not know yet of what it holds.
         self.0.run_within(covered.saturating_sub(self.0.memory().live), work)
+    }
+
+    #[cold]
+    fn begin_trial(&self) -> Option<(Arc<SlowStartPermit>, ByteSize)> {
+        let slot = self.held().holds.slot.clone()?;
+        slot.begins_work();
+        Some((slot, self.0.memory().live))
     }
 
     /// Adds memory to this request that others allocated, for example the result of another task.
@@ -429,41 +436,26 @@ impl Drop for WaitForCancel<'_> {
     }
 }
 
-/// Work of a large request whose need is not known. While it runs, time lets no further requests
-/// in. It ends when dropped, also on a panic.
-struct TrialWork<'a> {
-    permit: &'a RequestPermit,
-    /// The request may be suspended meanwhile.
-    slot: Option<Arc<SlowStartPermit>>,
-    before: ByteSize,
-}
-
-impl<'a> TrialWork<'a> {
-    #[cold]
-    fn new(permit: &'a RequestPermit) -> Self {
-        let slot = permit.held().holds.slot.clone();
-        slot.iter().for_each(|slot| slot.begins_work());
-        Self { permit, slot, before: permit.0.memory().live }
-    }
-}
-
-impl Drop for TrialWork<'_> {
-    fn drop(&mut self) {
-        let (live, admitted) = (self.permit.0.memory().live, self.permit.0.owner());
-        // Growth within the claim takes no room from other requests.
-        let more = live.saturating_sub(self.before.max(admitted.claim()));
-        self.slot.iter().for_each(|slot| slot.ends_work(more >= REPORTED_MIN));
-    }
-}
-
 /// Reserves what work left allocated, also if it panicked.
-struct ReserveGuard<'a>(&'a RequestPermit, Option<&'a Turn>);
+struct WorkGuard<'a> {
+    permit: &'a RequestPermit,
+    turn: Option<&'a Turn>,
+    /// Of a large request whose need is not known, with what it held before: while it works, time
+    /// lets no further requests in. It may be suspended meanwhile.
+    trial: Option<(Arc<SlowStartPermit>, ByteSize)>,
+}
 
-impl Drop for ReserveGuard<'_> {
+impl Drop for WorkGuard<'_> {
     #[inline]
     fn drop(&mut self) {
-        self.1.into_iter().for_each(Turn::ends_work);
-        self.0.cover();
+        self.turn.into_iter().for_each(Turn::ends_work);
+        self.permit.cover();
+        if let Some((slot, before)) = &self.trial {
+            let (live, admitted) = (self.permit.0.memory().live, self.permit.0.owner());
+            // Growth within the claim takes no room from other requests.
+            let more = live.saturating_sub(admitted.claim().max(*before));
+            slot.ends_work(more >= REPORTED_MIN);
+        }
     }
 }
 
