@@ -202,7 +202,8 @@ impl Shared {
                 continue;
             }
             self.sample_device(device, now);
-            // Releases idle memory if its arenas hold more of the limit than the lowest level allows.
+            // Releases idle memory if its arenas hold more of the limit than the lowest level
+            // allows.
             let Thresholds { up: [up, ..], down: [down, ..], .. } = Thresholds::default();
             let (limit, committed) = (self.config.device_limit.value, self.committed_on(device));
             let has_limit = device.admission.is_some() && limit != ByteSize::MAX;

@@ -5,9 +5,9 @@
 //! pure; `file` does the input and output.
 //!
 //! The worker hands over its figures when it publishes metrics ([`Flight::publish`]). The thread
-//! `lowtide-flight` takes them, reads the kernel's signals
-//! itself, and writes the file. So neither the control loop nor the worker waits for a file, and a
-//! worker that is busy does not stop the recording. It looks at physical memory every
+//! `lowtide-flight` takes them, reads the kernel's signals itself, and writes the file. So neither
+//! the control loop nor the worker waits for a file, and a worker that is busy does not stop the
+//! recording. It looks at physical memory every
 //! [`LOOK_EVERY`], because a process may fill its limit within a second, and writes what it saw if
 //! memory moved by a [`MOVED_PART`]th of the limit, and every [`SAMPLE_EVERY`], from when it keeps
 //! a sample.

@@ -1,8 +1,8 @@
 //! Admin commands over HTTP: `POST /memory/purge`, `trim`, `sleep`, `wake`, `unload`, `fit` and
-//! `admission`; `trim`, `sleep` and `wake` find an arena only with the feature `device`. `GET /memory/profile`
-//! answers with the live heap by call stack, in the format of `pprof`. It is taken on the caller's
-//! thread, which it blocks for some milliseconds. It reveals names of files and addresses, so it
-//! needs the authorization of commands.
+//! `admission`; `trim`, `sleep` and `wake` find an arena only with the feature `device`.
+//! `GET /memory/profile` answers with the live heap by call stack, in the format of `pprof`. It is
+//! taken on the caller's thread, which it blocks for some milliseconds. It reveals names of files
+//! and addresses, so it needs the authorization of commands.
 //!
 //! Off unless [`Endpoints`](super::Endpoints) are created with admin commands. This module checks
 //! authorization and rate; the worker executes the command ([`MemoryAdmin::run`](crate::memory::MemoryAdmin::run)). It never reads

@@ -368,7 +368,7 @@ fn an_overdue_response_ends_its_connection_unless_others_use_it() {
         let (connections, clock, _) = connections(8);
         let all = [opened(&connections), opened(&connections), opened(&connections)];
         let _unread = all.each_ref().map(|connection| answer(connection, version));
-        let overdue = all.each_ref().map(|connection| connection.state.overdue());
+        let overdue = all.each_ref().map(|connection| Arc::clone(&connection.state.overdue));
         let [_first, second, _third] = overdue;
         drop(second);
         let _works = all[2].service(Keeps::default()).call({
