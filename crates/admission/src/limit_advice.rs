@@ -8,8 +8,8 @@
 //! only what that ledger admitted. At each sample it releases the same fraction of its bytes as the
 //! real ledger.
 //!
-//! Counters and the real ledger are read only at samples, which costs the requests nothing. Within an
-//! interval, arrivals and releases are taken to alternate. If nothing was reserved at either end of
+//! Counters and the real ledger are read only at samples, which costs the requests nothing. Within
+//! an interval, arrivals and releases are taken to alternate. If nothing was reserved at either end of
 //! it, all its requests are taken to have run together.
 //!
 //! It ignores that requests would have waited, that idle resources would have been evicted, and
@@ -100,9 +100,6 @@ pub(super) struct LimitSample {
     pub(super) rejected_by_level: u64,
 }
 
-/// The values by which a ledger admits: the memory that no request owns, and the correction factor.
-type AdmitTerms = (f64, f64);
-
 /// The requests of one class that were admitted between two ticks: their number, and the bytes of
 /// each.
 type Arrivals = (u64, f64);
@@ -122,10 +119,11 @@ struct Shadow {
 }
 
 impl Shadow {
-    /// Returns the terms of a ledger that has measured the correction factor. Smaller ceilings
-    /// measure it with fewer requests than the real one, so it is measured here as `correction`
-    /// does in the smallest ceiling in which the requests fit.
-    fn measure(&mut self, sample: &LimitSample, time: Duration) -> Option<AdmitTerms> {
+    /// Returns the terms of a ledger that has measured the correction factor: the memory that no
+    /// request owns, and the factor. Smaller ceilings measure it with fewer requests than the real
+    /// one, so it is measured here as `correction` does in the smallest ceiling in which the
+    /// requests fit.
+    fn measure(&mut self, sample: &LimitSample, time: Duration) -> Option<(f64, f64)> {
         let LimitSample { required, totals, .. } = *sample;
         let held = totals.held();
         let others = required.saturating_sub(totals.settled);

@@ -232,11 +232,8 @@ impl BudgetAccount {
 }
 
 /// Returns the most bytes that may be held of a device if requests may fill `share` of its limit.
-const fn part_of(limit: ByteSize, share: f64) -> ByteSize {
-    match limit {
-        ByteSize::MAX => ByteSize::MAX,
-        limit => limit.scaled(share),
-    }
+fn part_of(limit: ByteSize, share: f64) -> ByteSize {
+    if limit == ByteSize::MAX { limit } else { limit.scaled(share) }
 }
 
 /// The shortest time between two looks at a fit in force. A guess: a look costs some 0.1 ms.
