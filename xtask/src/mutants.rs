@@ -50,7 +50,7 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "cross-stream-reuse",
         about: "pending memory is reused as if its uses were complete",
-        text: "if outcome.is_ok() && !claim.parts.is_empty() {",
+        text: "if outcome.is_ok() && !claim.is_empty() {",
         replacement: "if false {",
         test: SCHEDULES,
     },

@@ -262,7 +262,8 @@ impl<T: Pod> PinnedBuffer<T> {
     pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
         self.check()?;
         let arena = &self.pool.arena;
-        let (bytes, _) = arena.inner().layout::<T>(len, Region::Dynamic, RequestOrigin::BUFFER)?;
+        let (bytes, _) =
+            arena.inner().layout::<T>(len, None, Region::Dynamic, RequestOrigin::BUFFER)?;
         if let Some(block) = self.block.filter(|_| !bytes.is_zero())
             && let Some(RawBlock { size, .. }) = arena.resize_raw(block.at, bytes)?
         {

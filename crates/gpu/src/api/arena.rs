@@ -83,18 +83,18 @@ impl DeviceArena {
         // Without an answer it is unknown; the calls that reserve report the cause.
         let device = driver.device_memory().ok().flatten().map(|memory| memory.total);
         config.reserve = reserve::wanted(config.reserve, config.limit, device);
-        let backings = reserve::backings(&*driver, granule, (config.reserve, device))?;
+        let segments = reserve::segments(&*driver, granule, (config.reserve, device))?;
         let recording = match Recording::begin(&config, driver.backend(), &*clock, granule) {
             Ok(recording) => recording,
             Err(taken) => {
-                for ground in &backings {
+                for segment in &segments {
                     // SAFETY: reserved above from this driver, and nothing of it is handed out.
-                    unsafe { reserve::give_up(&*driver, ground) };
+                    unsafe { reserve::give_up(&*driver, segment) };
                 }
                 return Err(taken);
             }
         };
-        let regions = backings.map(|ground| RegionState::new(ground, granule));
+        let regions = segments.map(RegionState::new);
         let device = (capabilities, driver.backend());
         let state = ArenaState::new(regions, granule, &config, device, Arc::clone(&clock));
         let limit = config.limit;
@@ -145,7 +145,7 @@ impl DeviceArena {
     ) -> Result<Buffer<T>, DeviceError> {
         let origin =
             RequestOrigin { lane: lane.and_then(|lane| lane.number), ..RequestOrigin::BUFFER };
-        let (bytes, align) = self.inner.layout::<T>(len, region, origin)?;
+        let (bytes, align) = self.inner.layout::<T>(len, None, region, origin)?;
         let wanted = AllocRequest::new(bytes, align).map(|of| AllocRequest { origin, ..of });
         let shard = lane.map_or_else(|| Some(self.shards.here()), |lane| lane.shard.as_ref());
         if let (Some(wanted), Some(shard)) = (wanted, shard)
@@ -190,7 +190,7 @@ impl DeviceArena {
     /// The errors of [`DeviceArena::alloc`].
     pub fn reserve<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
         let origin = RequestOrigin::RESERVE;
-        let (bytes, _) = self.inner.layout::<T>(len, region, origin)?;
+        let (bytes, _) = self.inner.layout::<T>(len, None, region, origin)?;
         let granule = self.inner.granule;
         let whole = bytes.next_multiple_of(granule).unwrap_or(bytes);
         let wanted = AllocRequest::new(whole, granule).map(|of| AllocRequest {
@@ -232,7 +232,7 @@ impl DeviceArena {
     /// The errors of [`DeviceArena::wake`] if it sleeps; [`DeviceError::TooManyLeases`],
     /// [`DeviceError::Closed`], [`DeviceError::Forked`].
     pub fn enter(&self) -> Result<Lease, DeviceError> {
-        Lease::of(&self.inner)
+        Lease::of(&self.inner, Vec::new())
     }
 
     /// Sets the limit of committed memory. Memory above a lowered limit stays until it is freed or
@@ -274,7 +274,7 @@ impl DeviceArena {
         if self.inner.check_here().is_ok() {
             // Thread caches would hide events.
             let cache = if self.inner.is_recorded() { ByteSize::ZERO } else { cache };
-            self.inner.caches.set_room(cache);
+            self.inner.caches.set(|rules| rules.room_max = cache);
             self.inner.empty_caches();
         }
     }
@@ -465,41 +465,38 @@ fn check_driver(driver: &dyn Driver, granule: ByteSize) -> Result<(), DeviceErro
 lowtide_core::debug_as!(DeviceArena, |it| inner: it.inner);
 
 impl ArenaInner {
-    /// Returns the bytes and the alignment of `len` elements, for a request of this origin.
+    /// Returns the bytes and the alignment, that of the type by default, of `len` elements, for a
+    /// request of this origin.
     #[inline]
     pub(crate) fn layout<T: Pod>(
         &self,
         len: usize,
+        align: Option<ByteSize>,
         region: Region,
         origin: RequestOrigin,
     ) -> Result<(ByteSize, ByteSize), DeviceError> {
         self.check_open()?;
-        let (element, align) = (ByteSize::of(size_of::<T>()), ByteSize::of(align_of::<T>()));
+        let element = ByteSize::of(size_of::<T>());
+        let align = align.unwrap_or(ByteSize::of(align_of::<T>()));
         let largest_align = self.capabilities.granularity;
-        if align > largest_align {
+        if !align.get().is_power_of_two() || align > largest_align {
             return Err(DeviceError::Alignment { requested: align, largest: largest_align });
         }
         let largest = self.largest[region.number()];
         match element.checked_mul(ByteSize::of(len).get()) {
             Some(bytes) if bytes <= largest => Ok((bytes, align)),
             bytes => {
-                let bytes = bytes.unwrap_or(ByteSize::MAX).get();
-                self.refuse_too_large(region, bytes, align, origin);
+                let (size, align) = (bytes.unwrap_or(ByteSize::MAX).get(), align.get());
+                let request = AllocRequest { size, align, requested: size, origin };
+                self.refuse_too_large(region, request);
                 Err(DeviceError::TooLarge { len, element, largest })
             }
         }
     }
 
     /// Counts a block that is larger than its region.
-    pub(crate) fn refuse_too_large(
-        &self,
-        region: Region,
-        bytes: u64,
-        align: ByteSize,
-        origin: RequestOrigin,
-    ) {
-        let align = align.get();
-        let request = AllocRequest { size: bytes, align, requested: bytes, origin };
+    #[cold]
+    fn refuse_too_large(&self, region: Region, request: AllocRequest) {
         self.run_now(|state| {
             state.totals.alloc_failures_addresses_total += 1;
             state.events.push("alloc_failed", |line| {

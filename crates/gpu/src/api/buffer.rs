@@ -101,7 +101,7 @@ impl<T: Pod> Buffer<T> {
     /// # Errors
     /// The errors of [`DeviceArena::enter`](crate::DeviceArena::enter).
     pub fn enter(&self) -> Result<Lease, DeviceError> {
-        Lease::of(self.inner())
+        Lease::of(self.inner(), Vec::new())
     }
 
     /// Returns the elements, while the lease is held.
@@ -155,7 +155,7 @@ impl<T: Pod> Buffer<T> {
         self.check_uncaptured()?;
         let inner = self.inner();
         let region = self.region();
-        let (bytes, align) = inner.layout::<T>(len, region, RequestOrigin::BUFFER)?;
+        let (bytes, align) = inner.layout::<T>(len, None, region, RequestOrigin::BUFFER)?;
         let block = match (AllocRequest::new(bytes, align), self.owned.block) {
             (None, _) => None,
             (Some(wanted), None) => {
@@ -168,7 +168,7 @@ impl<T: Pod> Buffer<T> {
             (Some(wanted), Some(old)) => match inner.resize_in_place(region, old, bytes.get())? {
                 Some(resized) => Some(resized),
                 None => {
-                    let _lease = Lease::for_lanes(inner, self.owned.lanes.iter().cloned())?;
+                    let _lease = Lease::of(inner, self.owned.lanes.iter().cloned().collect())?;
                     let old = inner.run(async |cx| resolve(cx, region, old).await)?;
                     let wanted = AllocRequest { origin: RequestOrigin::RESIZE, ..wanted };
                     let new = inner.alloc_block(region, wanted, None)?;

@@ -169,7 +169,7 @@ impl Lane {
     /// # Errors
     /// The errors of [`DeviceArena::enter`].
     pub fn enter(&self) -> Result<Lease, DeviceError> {
-        Lease::for_lanes(self.arena.inner(), std::iter::once(Arc::clone(&self.known)))
+        Lease::of(self.arena.inner(), vec![Arc::clone(&self.known)])
     }
 
     /// Marks the end of a run: lanes that take memory freed until now wait for the work up to here,
@@ -258,36 +258,29 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// Creates a lease of an arena, waking it if it sleeps. Waits for the end of a move in
-    /// progress; no other starts while the lease is held.
-    pub(crate) fn of(arena: &Arc<ArenaInner>) -> Result<Self, DeviceError> {
+    /// Creates a lease for the streams of these lanes, or for any if there are none. Wakes the arena
+    /// if it sleeps. Waits for the end of a move in progress; no other starts while the lease is
+    /// held.
+    pub(crate) fn of(
+        arena: &Arc<ArenaInner>,
+        lanes: Vec<Arc<LaneInner>>,
+    ) -> Result<Self, DeviceError> {
         arena.check_open()?;
         arena.run(enter)?;
-        Ok(Self::new(arena))
-    }
-
-    /// Creates a lease for the streams of these lanes; for any stream if there are none.
-    pub(crate) fn for_lanes(
-        arena: &Arc<ArenaInner>,
-        lanes: impl Iterator<Item = Arc<LaneInner>>,
-    ) -> Result<Self, DeviceError> {
-        let mut lease = Self::of(arena)?;
-        lease.lanes.extend(lanes);
-        Ok(lease)
+        Ok(Self::new(arena, lanes))
     }
 
     /// Creates a lease of an arena that is awake; returns `None` if it sleeps. Also waits for a
     /// move in progress.
     pub(crate) fn try_of(arena: &Arc<ArenaInner>) -> Result<Option<Self>, DeviceError> {
-        let is_entered = arena.run(try_enter)?;
-        Ok(is_entered.then(|| Self::new(arena)))
+        Ok(arena.run(try_enter)?.then(|| Self::new(arena, Vec::new())))
     }
 
     /// Creates the value for a lease that is already counted.
-    fn new(arena: &Arc<ArenaInner>) -> Self {
+    fn new(arena: &Arc<ArenaInner>, lanes: Vec<Arc<LaneInner>>) -> Self {
         Self {
             arena: Arc::clone(arena),
-            lanes: Vec::new(),
+            lanes,
             #[cfg(feature = "cuda")]
             viewed: AtomicBool::new(false),
         }

@@ -230,19 +230,10 @@ impl DeviceArena {
         region: Region,
     ) -> Result<RawBlock, DeviceError> {
         let inner = self.inner();
-        inner.check_open()?;
         let origin = RequestOrigin { lane: user.and_then(RawUser::number), ..RequestOrigin::RAW };
-        let largest_align = inner.capabilities.granularity;
-        if !align.get().is_power_of_two() || align > largest_align {
-            return Err(DeviceError::Alignment { requested: align, largest: largest_align });
-        }
+        let len = size.as_usize().unwrap_or(usize::MAX);
+        let (size, align) = inner.layout::<u8>(len, Some(align), region, origin)?;
         let wanted = AllocRequest::new(size, align).ok_or(DeviceError::ZeroSize)?;
-        let largest = inner.largest[region.number()];
-        if size > largest {
-            inner.refuse_too_large(region, size.get(), align, origin);
-            let len = size.as_usize().unwrap_or(usize::MAX);
-            return Err(DeviceError::TooLarge { len, element: ByteSize::new(1), largest });
-        }
         let placed = inner.alloc_raw_block(region, AllocRequest { origin, ..wanted }, user)?;
         Ok(RawBlock::of((region, placed)))
     }

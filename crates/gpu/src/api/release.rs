@@ -100,7 +100,7 @@ impl DeviceArena {
     pub fn set_decay(&self, time: DecayTime) {
         let inner = self.inner();
         if inner.check_here().is_ok() {
-            inner.caches.set_decay(time);
+            inner.caches.set(|rules| rules.at_once = time == DecayTime::AtOnce);
             if time == DecayTime::AtOnce {
                 inner.empty_caches();
             }

@@ -24,7 +24,7 @@ use crate::driver::DriverError;
 use crate::index::Span;
 use crate::state::arena::ArenaState;
 use crate::state::failure::{AllocFailure, Cause};
-use crate::state::pending::Dependencies;
+use crate::state::pending::{Dependencies, StreamUses};
 use crate::state::region::{AllocTarget, Placement, Search};
 use crate::types::Region;
 use crate::types::error::DeviceError;
@@ -63,7 +63,7 @@ fn begin_at(
     claim: Dependencies,
 ) -> Begun {
     let region = state.region_mut(target.region);
-    let is_ordered = claim.is_of(target.taker);
+    let is_ordered = claim.iter().all(|(_, uses)| uses.is_of(target.taker));
     if is_ordered && region.segment.missing(placed.span).is_nothing() && !state.is_closed {
         state.mark_live(target.region, target.wanted, placed);
         return Begun::Done(placed);
@@ -102,8 +102,9 @@ pub(super) async fn complete(
 ) -> Result<Placement, AllocFailure> {
     let region = target.region;
     let mut outcome = ensure_committed(cx, region, placed.span).await;
-    if outcome.is_ok() && !claim.parts.is_empty() {
-        let ordered = order_after(cx, target.taker, &claim.uses()).await;
+    if outcome.is_ok() && !claim.is_empty() {
+        let uses = StreamUses::of(claim.iter().flat_map(|(_, uses)| uses.iter()));
+        let ordered = order_after(cx, target.taker, &uses).await;
         outcome = ordered.map_err(AllocFailure::of_driver);
     }
     cx.with(|state| {
@@ -152,7 +153,7 @@ async fn place_in_new_segment(
             let marked = cx.with(|state| state.begin_segment(target, search, needed, grow));
             let Some(span) = marked else { return Err(no_place) };
             shortage = match create_segment(cx, target, span).await {
-                Ok(Some(placed)) => return Ok((placed, Dependencies::default())),
+                Ok(Some(placed)) => return Ok((placed, Dependencies::new())),
                 Ok(None) => return Err(no_place),
                 // The call may succeed without the growth.
                 Err(DriverError::OutOfMemory { .. }) if grow => {

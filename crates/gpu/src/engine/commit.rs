@@ -14,8 +14,9 @@ use crate::index::Span;
 use crate::state::aging::Ages;
 use crate::state::arena::{ArenaState, CommitOptions};
 use crate::state::failure::{AllocFailure, Cause};
+use crate::state::granules::GranuleCall;
 use crate::state::region::{PlacedRun, Region};
-use crate::state::segment::{Cursor, Run, Runs};
+use crate::state::segment::{Run, Runs, START};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::log;
 
@@ -269,7 +270,7 @@ fn begin_remap(state: &mut ArenaState, region: Region, span: Span, granules: u64
     let older = ages.waiting(age.saturating_add(1));
     let mut leaving = Vec::new();
     for ages in [older, ages.waiting(age)] {
-        let mut cursors = [Cursor::START; Region::ALL.len()];
+        let mut cursors = [START; Region::ALL.len()];
         while leaving.len() < CALLS_MAX {
             let left = granules - sum_of(&leaving);
             let next = state.begin_leave(left, 1, &mut cursors, Some(ages));
@@ -277,8 +278,7 @@ fn begin_remap(state: &mut ArenaState, region: Region, span: Span, granules: u64
             leaving.push(next);
         }
     }
-    let Some(segment) = state.region_mut(region).segment.reserved_mut() else { return Vec::new() };
-    let runs = segment.begin_arrive(span, sum_of(&leaving));
+    let runs = state.region_mut(region).segment.begin_arrive(span, sum_of(&leaving));
     debug_assert_eq!(runs.iter().map(|run| run.granules()).sum::<u64>(), sum_of(&leaving));
     pairs(state, region, leaving, runs)
 }
@@ -306,8 +306,9 @@ fn pairs(state: &ArenaState, region: Region, leaving: Vec<PlacedRun>, runs: Vec<
 /// Returns the greatest age that at least this many idle granules have or exceed; the lowest age if
 /// there are fewer granules. Returns `None` if no granule may leave.
 fn age_of_oldest(state: &ArenaState, granules: u64, ages: Ages) -> Option<u32> {
-    let segments = Region::ALL.iter().filter_map(|&of| state.region(of).segment.reserved_segment());
-    let mut idle: Vec<u32> = segments.flat_map(|segment| segment.idle_ages(ages)).collect();
+    let regions = Region::ALL.into_iter();
+    let idle = regions.flat_map(|region| state.region(region).segment.idle_ages(ages));
+    let mut idle: Vec<u32> = idle.collect();
     let nth = usize::try_from(granules).unwrap_or(usize::MAX).min(idle.len()).checked_sub(1)?;
     let (_, age, _) = idle.select_nth_unstable_by(nth, |a, b| b.cmp(a));
     Some(*age)
@@ -321,9 +322,7 @@ fn end_remap(
     done: bool,
 ) {
     state.region_mut(from.region).end_leave(from.run, done);
-    if let Some(segment) = state.region_mut(region).segment.reserved_mut() {
-        segment.end_arrive(to, done);
-    }
+    state.region_mut(region).segment.end(to, GranuleCall::Arrive, done);
     if done {
         state.totals.remaps_total += 1;
         state.totals.remapped_bytes_total += from.size.get();
@@ -384,7 +383,7 @@ pub(crate) async fn release_granules(
         }
     }
     let untrimmed = cx.with(|state| std::mem::take(&mut state.untrimmed));
-    let mut cursors = [Cursor::START; Region::ALL.len()];
+    let mut cursors = [START; Region::ALL.len()];
     for _ in 0..CALLS_MAX {
         let left = granules.saturating_sub(released.granules);
         let next = cx.with(|state| state.begin_leave(left, usize::MAX, &mut cursors, ages));

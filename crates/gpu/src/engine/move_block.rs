@@ -135,7 +135,7 @@ pub(crate) async fn move_batch(
             batch.outcome.error = stopped.err();
             for TakenPlace { placed, .. } in batch.taken.drain(..) {
                 cx.with(|state| {
-                    state.cancel_placement(options.region, placed, Dependencies::default());
+                    state.cancel_placement(options.region, placed, Dependencies::new());
                 });
             }
         }
@@ -228,7 +228,7 @@ fn may_move(state: &ArenaState, options: CompactOptions, id: BlockName, made: Mo
         Hold::Stays | Hold::Wall => false,
     };
     // A block stays in its range.
-    fits && region.is_of_one_range(made.source(), made.destination())
+    fits && region.index.end_at(made.from) == region.index.end_at(made.to)
         && is_known(state, options, made)
 }
 
@@ -254,7 +254,7 @@ impl Batch {
     /// Returns a taken place, and counts its block as skipped.
     fn skip(&mut self, state: &mut ArenaState, nth: usize) {
         let taken = self.taken.remove(nth);
-        state.cancel_placement(self.options.region, taken.placed, Dependencies::default());
+        state.cancel_placement(self.options.region, taken.placed, Dependencies::new());
         self.outcome.skipped += 1;
     }
 
@@ -409,7 +409,7 @@ impl Batch {
         let region = self.options.region;
         let is_copied = uses.is_some();
         let parts = uses.into_iter().map(|uses| (placed.span, uses)).collect();
-        state.cancel_placement(region, placed, Dependencies { parts });
+        state.cancel_placement(region, placed, parts);
         if is_freed {
             return;
         }
@@ -574,7 +574,7 @@ fn parts_of(
 /// Returns if and how a block may move.
 pub(super) fn hold(state: &ArenaState, options: CompactOptions, id: BlockName, span: Span) -> Hold {
     let region = state.region(options.region);
-    if region.segment.is_held(span.offset) {
+    if region.is_held(span) {
         return Hold::Stays;
     }
     if !options.moves_raw && raw_at(state, options.region, span.offset).is_some() {

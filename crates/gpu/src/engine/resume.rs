@@ -54,10 +54,6 @@ impl Incoming {
         self.runs.get(self.committed).copied()
     }
 
-    fn bytes(&self) -> ByteSize {
-        self.runs.iter().map(|run| run.size).sum()
-    }
-
     /// Returns the bytes that are not committed yet.
     fn missing(&self) -> ByteSize {
         self.runs[self.committed..].iter().map(|run| run.size).sum()
@@ -366,8 +362,7 @@ fn mark_incoming(state: &mut ArenaState, is_large: bool) -> Vec<PlacedRun> {
     let mut runs = Vec::new();
     for region in Region::ALL {
         let of = state.region_mut(region);
-        let Some(segment) = of.segment.reserved_mut() else { continue };
-        let marked = segment.begin_return(granules_max, handle_max);
+        let marked = of.segment.begin_return(granules_max, handle_max);
         runs.extend(marked.into_iter().map(|run| of.placed_run(region, run)));
     }
     runs
@@ -383,12 +378,12 @@ fn in_small_handles(state: &mut ArenaState, incoming: &mut Incoming) {
 
 /// Skips memory to restore that no block touches any more. Returns `true` if there was any.
 fn skip_freed(state: &mut ArenaState, incoming: &mut Incoming) -> bool {
-    let before = incoming.bytes();
+    let before = incoming.missing();
     for run in incoming.runs.split_off(incoming.committed) {
         state.end_commit(run.region, run.run, false);
     }
     incoming.runs.extend(mark_incoming(state, true));
-    incoming.bytes() < before
+    incoming.missing() < before
 }
 
 /// Returns the copies of the saved contents of a run that blocks still touch.

@@ -101,7 +101,7 @@ fn may_begin(state: &ArenaState, ages: Option<Ages>) -> bool {
 fn choose(state: &ArenaState, ages: Option<Ages>) -> Option<PlacedRun> {
     let best = |region: Region| {
         let of = state.region(region);
-        let mut handles = of.segment.reserved_segment()?.stuck_handles(ages);
+        let mut handles = of.segment.stuck_handles(ages);
         handles.sort_by_key(|&(_, idle)| std::cmp::Reverse(idle));
         let blocks: Vec<_> = of.live_blocks().collect();
         let found = |&(run, _): &(Run, u64)| may_divide(state, region, run, &blocks);
@@ -192,7 +192,7 @@ async fn take_scratch(cx: &OpContext<'_>, handle: PlacedRun) -> Option<Placement
 }
 
 fn return_scratch(cx: &OpContext<'_>, region: Region, scratch: Placement) {
-    cx.with(|state| state.cancel_placement(region, scratch, Dependencies::default()));
+    cx.with(|state| state.cancel_placement(region, scratch, Dependencies::new()));
 }
 
 /// Marks the handle as leaving and its blocks as moving, if they are still as they were chosen, and
@@ -255,9 +255,7 @@ fn begin_remaps(state: &mut ArenaState, split: &Split) -> Vec<Pair> {
         let from = Run::of(&(first..first + count));
         first += count;
         of.begin_part(from);
-        if let Some(segment) = of.segment.reserved_mut() {
-            segment.begin_arrive_of(*run);
-        }
+        of.segment.begin_arrive(of.segment.span_of(*run), run.granules());
         let from = of.placed_run(handle.region, from);
         pairs.push(Pair { from, region: handle.region, to: *run });
     }

@@ -21,7 +21,6 @@ use super::resume::call_wakers;
 use super::stores;
 use crate::driver::DriverError;
 use crate::state::arena::ArenaState;
-use crate::state::region::RegionState;
 use crate::state::sleep::{OutgoingRun, Saved, SleepPhase};
 use crate::types::Region;
 use crate::types::error::DeviceError;
@@ -171,10 +170,11 @@ async fn mark_outgoing(
 
 /// Returns `true` while calls that place, move, commit or release are in progress.
 pub(crate) fn is_busy(state: &ArenaState) -> bool {
-    let moving = |region: &RegionState| {
-        region.arriving + region.segment.memory().committing + region.segment.memory().leaving
-    };
-    state.moves.moving.is_some() || state.total(moving) > 0
+    let memory = state.memory();
+    let is_arriving = |&region: &Region| state.region(region).arriving > 0;
+    state.moves.moving.is_some()
+        || memory.committing + memory.leaving > 0
+        || Region::ALL.iter().any(is_arriving)
 }
 
 /// Marks all memory as leaving except memory that stays. Memory without kept contents comes last:

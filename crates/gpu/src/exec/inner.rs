@@ -107,14 +107,14 @@ pub(crate) struct ArenaCaches {
 
 /// The maximum size of a cache, and the reasons for which it is zero.
 #[derive(Debug, Default)]
-struct Rules {
-    room_max: ByteSize,
+pub(crate) struct Rules {
+    pub(crate) room_max: ByteSize,
     /// `true` if the device may still use freed blocks: threads then cache none.
     asynchronous: bool,
     /// The number of lanes with a cache.
     lanes: u64,
     /// `true` if idle memory is released immediately.
-    at_once: bool,
+    pub(crate) at_once: bool,
     /// `true` if the arena sleeps: cached blocks would have no memory.
     asleep: bool,
     /// The number of threads that need the caches to be empty now.
@@ -125,9 +125,11 @@ impl ArenaCaches {
     /// Creates caches of this maximum size each; zero for threads if work is `asynchronous`.
     pub(crate) fn new(room_max: ByteSize, decay: DecayTime, asynchronous: bool) -> Self {
         let caches = Self::default();
-        caches.set(|rules| rules.asynchronous = asynchronous);
-        caches.set_room(room_max);
-        caches.set_decay(decay);
+        caches.set(|rules| {
+            rules.asynchronous = asynchronous;
+            rules.room_max = room_max;
+            rules.at_once = decay == DecayTime::AtOnce;
+        });
         caches
     }
 
@@ -141,11 +143,6 @@ impl ArenaCaches {
     pub(crate) fn remove(&self, shard: &CacheShard) {
         lock(&self.lanes).retain(|known| !ptr::eq(known.as_ptr(), shard));
         self.set(|rules| rules.lanes -= 1);
-    }
-
-    /// Sets the maximum bytes of each cache.
-    pub(crate) fn set_room(&self, room_max: ByteSize) {
-        self.set(|rules| rules.room_max = room_max);
     }
 
     /// Updates the live share of the limit: from seven eighths on, caches keep nothing.
@@ -175,11 +172,6 @@ impl ArenaCaches {
         cached > room_max || (live > room_max / LITTLE_PART && cached < live / 2)
     }
 
-    /// Sets the decay time. If idle memory is released immediately, caches keep nothing.
-    pub(crate) fn set_decay(&self, decay: DecayTime) {
-        self.set(|rules| rules.at_once = decay == DecayTime::AtOnce);
-    }
-
     /// Returns the maximum bytes that the cache of a thread, or of a lane, may keep now.
     #[inline]
     pub(crate) fn room(&self, is_of_lane: bool) -> u64 {
@@ -190,7 +182,8 @@ impl ArenaCaches {
         room.load(Ordering::Relaxed)
     }
 
-    fn set(&self, change: impl FnOnce(&mut Rules)) {
+    /// Changes the rules.
+    pub(crate) fn set(&self, change: impl FnOnce(&mut Rules)) {
         let mut rules = lock(&self.rules);
         change(&mut rules);
         let none = rules.at_once || rules.asleep || rules.shut > 0;
@@ -405,14 +398,6 @@ impl ArenaInner {
         let _sweep = lock(&self.caches.sweep);
         // Blocks that are cached from here on set the flag again.
         self.caches.hold.swap(false, Ordering::Relaxed) && self.empty_all(&mut blocks)
-    }
-
-    /// Keeps caches from accepting blocks for good, and empties them, because the arena has no
-    /// handle left. Does nothing in a forked child.
-    pub(crate) fn retire_caches(&self) {
-        if self.check_here().is_ok() {
-            self.shut_caches();
-        }
     }
 
     /// Frees all cached blocks in the arena, regardless of the flag, during a sweep. Their handles

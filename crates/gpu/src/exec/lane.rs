@@ -227,7 +227,8 @@ impl DriverEvent {
     /// # Errors
     /// The driver's; the marked work is unspecified then.
     pub(crate) fn record(&self, lane: &LaneInner) -> Result<(), DriverError> {
-        self.assert_of(lane);
+        let is_ours = Arc::ptr_eq(&self.driver, &lane.inner.driver);
+        assert!(is_ours, "an event and a lane of two drivers");
         // SAFETY: this owns the event, and the stream exists until the lane is dropped; both are of
         // this driver: asserted above.
         unsafe { self.driver.event_record(self.handle, lane.stream) }
@@ -249,11 +250,6 @@ impl DriverEvent {
     pub(crate) fn wait(&self) -> Result<(), DriverError> {
         // SAFETY: this owns the event.
         unsafe { self.driver.event_synchronize(self.handle) }
-    }
-
-    fn assert_of(&self, lane: &LaneInner) {
-        let is_ours = Arc::ptr_eq(&self.driver, &lane.inner.driver);
-        assert!(is_ours, "an event and a lane of two drivers");
     }
 }
 

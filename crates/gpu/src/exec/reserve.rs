@@ -9,10 +9,8 @@
 #![expect(unsafe_code, reason = "memory and addresses are given back to the driver")]
 
 use crate::driver::{DeviceAddress, Driver, DriverError};
-use crate::state::backing::Backing;
 use crate::state::region_index;
 use crate::state::segment::Segment;
-use crate::state::segment_list::SegmentList;
 use lowtide_core::bytes::ByteSize;
 
 /// The address space of a region if neither the device's memory nor a limit is known. 512 GiB: more
@@ -43,13 +41,13 @@ pub(crate) fn wanted(asked: ByteSize, limit: ByteSize, device: Option<ByteSize>)
     by_limit.min(by_device).max(DERIVED_MIN)
 }
 
-/// Creates the backing of both regions, with the address space of each and the memory of the
+/// Creates the segments of both regions, with the address space of each and the memory of the
 /// device, if it is known.
-pub(crate) fn backings(
+pub(crate) fn segments(
     driver: &dyn Driver,
     granule: ByteSize,
     (wanted, device): (ByteSize, Option<ByteSize>),
-) -> Result<[Backing; 2], DriverError> {
+) -> Result<[Segment; 2], DriverError> {
     if !driver.capabilities().virtual_memory {
         return Ok([(); 2].map(|()| offsets(granule, wanted)));
     }
@@ -62,9 +60,7 @@ pub(crate) fn backings(
         let is_scarce = size != whole && size > granule;
         let spare = ByteSize::new(spare).min(RESERVE_MAX).next_multiple_of(granule);
         match reserve_both(driver, size, spare.filter(|_| is_scarce)) {
-            Ok(bases) => {
-                return Ok(bases.map(|base| Backing::Reserved(Segment::new(base, size, granule))));
-            }
+            Ok(bases) => return Ok(bases.map(|base| Segment::new(base, size, granule))),
             Err(error) if size <= granule => return Err(error),
             Err(_) => {
                 let less = match device {
@@ -84,47 +80,40 @@ pub(crate) fn backings(
 /// reserved, or a segment stays allocated.
 ///
 /// # Safety
-/// The backing is of this driver, and is not used afterwards, nor by another thread meanwhile. No
+/// The segment is of this driver, and is not used afterwards, nor by another thread meanwhile. No
 /// block is live in it, and all work with its memory is complete.
-pub(crate) unsafe fn give_up(driver: &dyn Driver, ground: &Backing) {
-    match ground {
-        Backing::Reserved(segment) => {
-            let runs = segment.backed_runs().into_iter();
-            let runs = runs.flat_map(|run| segment.runs_of(run.range(), usize::MAX, usize::MAX));
-            let bare = runs.fold(true, |bare, run| {
-                let (span, handle) = (run.span(segment.granularity), segment.handle_size(run));
-                let at = segment.address_of(span.offset);
-                // SAFETY: backed granules of the reservation, which no call is in progress for and
-                // nothing uses (contract of this function).
-                bare & unsafe { driver.decommit(at, ByteSize::new(span.size), handle) }.is_ok()
-            });
-            if bare {
-                let size = ByteSize::new(segment.reserved);
-                // SAFETY: the whole reservation, in which nothing is committed any more.
-                let _ = unsafe { driver.unreserve(segment.base, size) };
-            }
+pub(crate) unsafe fn give_up(driver: &dyn Driver, segment: &Segment) {
+    if let Some(pieces) = &segment.pieces {
+        let gone = pieces.there().filter(|(span, piece)| {
+            // SAFETY: a whole segment that is there, and that nothing uses (contract of this
+            // function).
+            unsafe { driver.segment_destroy(piece.at, ByteSize::new(span.size)) }.is_ok()
+        });
+        if gone.count() > 0 {
+            let _ = driver.trim();
         }
-        Backing::SegmentList(pieces) => {
-            let gone = pieces.there().filter(|piece| {
-                let size = ByteSize::new(piece.span.size);
-                // SAFETY: a whole segment that is there, and that nothing uses (contract of this
-                // function).
-                unsafe { driver.segment_destroy(piece.at, size) }.is_ok()
-            });
-            if gone.count() > 0 {
-                let _ = driver.trim();
-            }
-        }
+        return;
+    }
+    let runs = segment.backed_runs().into_iter();
+    let runs = runs.flat_map(|run| segment.runs_of(run.range(), usize::MAX, usize::MAX));
+    let bare = runs.fold(true, |bare, run| {
+        let ((at, size), handle) = (segment.place_of(run), segment.handle_size(run));
+        // SAFETY: backed granules of the reservation, which no call is in progress for and nothing
+        // uses (contract of this function).
+        bare & unsafe { driver.decommit(at, size, handle) }.is_ok()
+    });
+    if bare {
+        // SAFETY: the whole reservation, in which nothing is committed any more.
+        let _ = unsafe { driver.unreserve(segment.base, ByteSize::new(segment.extent)) };
     }
 }
 
 /// Creates the offsets for the pieces of a region, whose largest piece is `wanted`.
-fn offsets(granule: ByteSize, wanted: ByteSize) -> Backing {
+fn offsets(granule: ByteSize, wanted: ByteSize) -> Segment {
     let largest = wanted.min(RESERVE_MAX).max(granule).next_multiple_of(granule);
     let largest = largest.unwrap_or(RESERVE_MAX).min(RESERVE_MAX).get();
     let extent = region_index::span_for(largest.saturating_mul(ROOM_FOR_WALLS), granule.get());
-    let extent = extent.min(RESERVE_MAX.get());
-    Backing::SegmentList(SegmentList::new(extent, largest, granule))
+    Segment::of_pieces(ByteSize::new(extent).min(RESERVE_MAX), largest, granule)
 }
 
 /// Returns the extent of a region in which blocks of a granule or more can have `size` bytes.

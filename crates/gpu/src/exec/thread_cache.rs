@@ -31,6 +31,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize as Number;
 use std::thread;
 
+use crate::engine::context::Surroundings as _;
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::Lanes;
 #[cfg(feature = "cuda")]
@@ -391,10 +392,11 @@ impl CacheShards {
 }
 
 impl Drop for CacheShards {
-    /// Empties the caches for good, because the last handle of the arena was dropped.
+    /// Empties the caches for good, because the last handle of the arena was dropped. Does nothing
+    /// in a forked child.
     fn drop(&mut self) {
-        if let Some(shard) = self.0.first() {
-            shard.inner.retire_caches();
+        if let Some(shard) = self.0.first().filter(|shard| shard.inner.check_here().is_ok()) {
+            shard.inner.shut_caches();
         }
     }
 }

@@ -19,7 +19,7 @@ const COLUMNS: usize = 1 << COLUMN_BITS;
 /// One row for the small sizes, and one for each power of two up to 2^64 bytes.
 const ROWS: usize = (u64::BITS - ALIGN.trailing_zeros() - COLUMN_BITS + 1) as usize;
 /// The number of bins.
-const BINS: usize = ROWS * COLUMNS;
+pub(super) const BINS: usize = ROWS * COLUMNS;
 
 const _: () = assert!(ALIGN.is_power_of_two());
 const _: () = assert!(WORDS < u32::BITS as usize, "a bit of the summary for each word");
@@ -83,11 +83,6 @@ pub(super) struct Bins {
 impl Bins {
     pub(super) fn new() -> Self {
         Self { heads: Box::new([NONE; BINS]), words: [0; WORDS], summary: 0 }
-    }
-
-    /// Returns the bytes of the heads and bitmaps.
-    pub(super) const fn metadata(&self) -> usize {
-        size_of::<[u32; BINS]>()
     }
 
     /// Returns the first record of the bin's list.

@@ -268,7 +268,7 @@ impl BlockIndex {
     /// and live, so far.
     #[must_use]
     pub const fn metadata(&self) -> usize {
-        self.records.metadata() + self.bins.metadata()
+        self.records.metadata() + size_of::<[u32; bins::BINS]>()
     }
 
     /// Returns the largest result of `measure` over free blocks. `measure` must not exceed the

@@ -267,7 +267,7 @@ impl PoolShared {
         len: usize,
     ) -> Result<Option<PinnedBlock>, DeviceError> {
         let (size, align) =
-            self.arena.inner().layout::<T>(len, Region::Dynamic, RequestOrigin::BUFFER)?;
+            self.arena.inner().layout::<T>(len, None, Region::Dynamic, RequestOrigin::BUFFER)?;
         if size.is_zero() {
             return Ok(None);
         }

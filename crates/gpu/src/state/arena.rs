@@ -13,7 +13,7 @@ use crate::index::{End, Span};
 use crate::state::aging::{Ages, Aging};
 use crate::state::event::{EventLog, LaneNumber, requested};
 use crate::state::failure::{AllocFailure, Cause, CompactionEstimate};
-use crate::state::granules::{Leave, MemoryCounts};
+use crate::state::granules::{GranuleCall, Leave, MemoryCounts};
 use crate::state::growth::GrowthSteps;
 use crate::state::moves::MoveState;
 use crate::state::outstanding::{Captured, ImportedRange, Outstanding};
@@ -141,10 +141,6 @@ impl ArenaState {
 
     pub(crate) const fn region_mut(&mut self, region: Region) -> &mut RegionState {
         &mut self.regions[region.number()]
-    }
-
-    pub(crate) fn total(&self, part: impl Fn(&RegionState) -> u64) -> u64 {
-        self.regions.iter().map(part).sum()
     }
 
     pub(crate) fn live(&self) -> u64 {
@@ -322,7 +318,7 @@ impl ArenaState {
     pub(crate) fn end_commit(&mut self, region: Region, run: Run, done: bool) {
         let segment = &mut self.region_mut(region).segment;
         let (at, size) = segment.place_of(run);
-        segment.end_commit(run, done);
+        segment.end(run, GranuleCall::Commit, done);
         self.results += 1;
         if done {
             self.note_committed(at, size);
@@ -387,7 +383,7 @@ impl ArenaState {
     ) {
         let (streams, state) = (&self.streams, &mut self.regions[region.number()]);
         let left = |(part, uses): (Span, StreamUses)| (part, uses.only(|of| !streams.is_done(of)));
-        let gone = state.cancel_placement(placed, claim.parts.into_iter().map(left));
+        let gone = state.cancel_placement(placed, claim.into_iter().map(left));
         debug_assert!(gone.is_some(), "a placed block is known to the index");
         if gone == Some(true) {
             self.note_idle(region, placed.span);
@@ -471,8 +467,11 @@ impl ArenaState {
         let leave = Leave { granules_max, handles_max, handle_max, ages };
         Region::ALL.into_iter().zip(cursors).find_map(|(region, cursor)| {
             let state = self.region_mut(region);
-            let run = state.begin_leave(cursor, &leave)?;
-            Some(state.placed_run(region, run))
+            let run = match &mut state.segment.pieces {
+                Some(pieces) => pieces.begin_leave(&mut state.index, &leave), // as a whole
+                None => state.segment.begin_leave(cursor, &leave),
+            };
+            Some(state.placed_run(region, run?))
         })
     }
 
@@ -511,7 +510,7 @@ impl ArenaState {
     pub(crate) fn set_decay(&mut self, time: DecayTime) {
         let stamp = self.aging.set_time(time, self.events.clock.now());
         for region in &mut self.regions {
-            let all = Span { offset: 0, size: region.segment.extent() };
+            let all = Span { offset: 0, size: region.segment.extent };
             region.segment.stamp(all, stamp);
         }
         self.events.push("decay_time", |line| line.number("decay_ns", decay_nanos(time)));
@@ -623,7 +622,10 @@ impl ArenaState {
         // The nodes of a tree are at least half full, and mostly two thirds.
         let trees = self.raw.len() * size_of::<(DeviceAddress, RawUse)>()
             + self.outstanding.imported.entries.len() * size_of::<(u64, ImportedRange)>();
-        self.regions.iter().map(RegionState::metadata).sum::<usize>() + trees * 3 / 2
+        let of_region = |region: &RegionState| {
+            region.index.metadata() + region.segment.metadata() + region.pending.metadata()
+        };
+        self.regions.iter().map(of_region).sum::<usize>() + trees * 3 / 2
     }
 
     /// Returns the uses to wait for when a block is freed that these streams, or unknown ones,
@@ -645,7 +647,7 @@ impl ArenaState {
 
     /// Returns the bytes that were freed and that the device may still use.
     pub(crate) fn pending(&self) -> u64 {
-        self.total(|region| region.pending.bytes)
+        self.regions.iter().map(|region| region.pending.bytes).sum()
     }
 
     /// Records that a stream has completed all uses up to an epoch.
@@ -687,12 +689,16 @@ impl ArenaState {
         let end = if is_small && !is_shared { End::High } else { End::Low };
         // If offsets are scarce: first without the growth, then a small block among the large ones.
         let ways = [(end, size), (end, needed), (End::Low, needed)];
-        ways.into_iter().find_map(|(end, size)| state.begin_segment(end, size))
+        let pieces = state.segment.pieces.as_mut()?;
+        ways.into_iter().find_map(|(end, size)| pieces.begin(&mut state.index, end, size))
     }
 
     /// Records the result of allocating a segment.
     pub(crate) fn end_segment(&mut self, region: Region, span: Span, at: Option<DeviceAddress>) {
-        self.region_mut(region).end_segment(span, at);
+        let state = self.region_mut(region);
+        if let Some(pieces) = &mut state.segment.pieces {
+            pieces.end(&mut state.index, span.offset, at);
+        }
         self.results += 1;
         if let Some(at) = at {
             self.note_committed(at, ByteSize::new(span.size));

@@ -66,6 +66,15 @@ impl Word {
     }
 }
 
+/// A driver call on granules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum GranuleCall {
+    Commit,
+    /// Memory of other granules, which still counts there, is being moved here.
+    Arrive,
+    Leave,
+}
+
 /// What granules lack to be committed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct MissingGranules {
@@ -257,72 +266,38 @@ impl Granules {
         missing
     }
 
-    /// Marks the bare granules whose bits `of` returns as committing; calls `each` with every run of
-    /// them.
-    pub(crate) fn begin_commit(
+    /// Marks the first bare granules whose bits `of` returns, at most this many, as committing, or as
+    /// arriving; calls `each` with every run of them. Returns their number.
+    pub(crate) fn begin(
         &mut self,
         range: Range<usize>,
+        (call, granules_max): (GranuleCall, u64),
         of: impl Fn(Word) -> u64,
-        mut each: impl FnMut(Range<usize>),
-    ) {
-        if range.is_empty() {
-            return; // no entries for granules beyond the other half
-        }
-        self.reach(range.end);
-        let mut run: Option<Range<usize>> = None;
-        for (at, mask) in masks(range) {
-            let word = &mut self.words[at];
-            let bare = mask & word.bare() & of(*word);
-            word.backed |= bare;
-            word.committing |= bare;
-            self.counts.backed += count(bare);
-            self.counts.committing += count(bare);
-            self.counts.active += count(bare & word.touched);
-            extend(&mut run, at, bare, &mut each);
-        }
-        run.into_iter().for_each(each);
-    }
-
-    /// Marks the first bare granules, at most this many, as arriving; calls `each` with every run
-    /// of them. Returns their number.
-    pub(crate) fn begin_arrive(
-        &mut self,
-        range: Range<usize>,
-        granules_max: u64,
         mut each: impl FnMut(Range<usize>),
     ) -> u64 {
         if range.is_empty() {
-            return 0;
+            return 0; // no entries for granules beyond the other half
         }
         self.reach(range.end);
         let (mut run, mut left) = (None, granules_max);
         for (at, mask) in masks(range) {
-            let mut bare = mask & self.words[at].bare();
+            let word = &mut self.words[at];
+            let mut bare = mask & word.bare() & of(*word);
             while count(bare) > left {
                 bare &= !(1 << (u64::BITS - 1 - bare.leading_zeros())); // the last bare granule
             }
             left -= count(bare);
-            self.words[at].committing |= bare;
+            word.committing |= bare;
+            if call == GranuleCall::Commit {
+                word.backed |= bare;
+                self.counts.backed += count(bare);
+                self.counts.committing += count(bare);
+                self.counts.active += count(bare & word.touched);
+            }
             extend(&mut run, at, bare, &mut each);
         }
         run.into_iter().for_each(each);
         granules_max - left
-    }
-
-    /// Records the result for memory that was arriving.
-    pub(crate) fn end_arrive(&mut self, range: Range<usize>, done: bool) {
-        for (at, mask) in masks(range.clone()) {
-            let word = &mut self.words[at];
-            let arriving = word.committing & !word.backed;
-            assert_eq!(arriving & mask, mask, "not all of {range:?} was arriving");
-            word.committing &= !mask;
-            if done {
-                word.backed |= mask;
-                self.counts.backed += count(mask);
-                self.counts.active += count(mask & word.touched);
-            }
-        }
-        self.idle_end = self.idle_end.max(range.end);
     }
 
     /// Calls `each` with every run of granules whose bits `of` returns.
@@ -337,26 +312,6 @@ impl Granules {
             extend(&mut run, at, of(self.words[at]) & mask, &mut each);
         }
         run.into_iter().for_each(each);
-    }
-
-    /// Records the result of a commit.
-    pub(crate) fn end_commit(&mut self, range: Range<usize>, done: bool) {
-        if !done {
-            self.part(range.clone());
-        }
-        for (at, mask) in masks(range.clone()) {
-            let word = &mut self.words[at];
-            let committing = word.committing & word.backed;
-            assert_eq!(committing & mask, mask, "not all of {range:?} was committing");
-            word.committing &= !mask;
-            self.counts.committing -= count(mask);
-            if !done {
-                word.backed &= !mask;
-                self.counts.backed -= count(mask);
-                self.counts.active -= count(mask & word.touched);
-            }
-        }
-        self.idle_end = self.idle_end.max(range.end);
     }
 
     /// Marks the innermost idle handles of one size before `end` as leaving: one, or as many
@@ -386,10 +341,7 @@ impl Granules {
             first = next.start;
         }
         let range = first..last.end;
-        for (at, mask) in masks(range.clone()) {
-            self.words[at].leaving |= mask;
-        }
-        self.counts.leaving += range.len() as u64;
+        self.begin_part(range.clone());
         if is_all {
             self.idle_end = first;
         }
@@ -407,23 +359,42 @@ impl Granules {
         self.counts.leaving += range.len() as u64;
     }
 
-    /// Records the result of a decommit.
-    pub(crate) fn end_leave(&mut self, range: Range<usize>, done: bool) {
-        if done {
+    /// Records the result of a driver call. The granules of a call that is not done are as before it.
+    pub(crate) fn end(&mut self, range: Range<usize>, call: GranuleCall, done: bool) {
+        let (comes, is_bare) = match call {
+            GranuleCall::Arrive => (done, false),
+            GranuleCall::Commit => (false, !done),
+            GranuleCall::Leave => (false, done),
+        };
+        if is_bare {
             self.part(range.clone());
         }
         for (at, mask) in masks(range.clone()) {
             let word = &mut self.words[at];
-            assert_eq!(word.leaving & mask, mask, "not all of {range:?} was leaving");
-            word.leaving &= !mask;
-            if done {
+            let (marks, marked) = match call {
+                GranuleCall::Commit => (&mut word.committing, word.backed),
+                GranuleCall::Arrive => (&mut word.committing, !word.backed),
+                GranuleCall::Leave => (&mut word.leaving, word.backed),
+            };
+            assert_eq!(*marks & marked & mask, mask, "{call:?}: not all of {range:?} was marked");
+            *marks &= !mask;
+            let (all, touched) = (count(mask), count(mask & word.touched));
+            if comes {
+                word.backed |= mask;
+                self.counts.backed += all;
+                self.counts.active += touched;
+            } else if is_bare {
                 word.backed &= !mask;
-                self.counts.backed -= count(mask);
-                self.counts.active -= count(mask & word.touched);
+                self.counts.backed -= all;
+                self.counts.active -= touched;
+            }
+            match call {
+                GranuleCall::Commit => self.counts.committing -= all,
+                GranuleCall::Leave => self.counts.leaving -= all,
+                GranuleCall::Arrive => {}
             }
         }
-        self.counts.leaving -= range.len() as u64;
-        if !done {
+        if !(call == GranuleCall::Leave && done) {
             self.idle_end = self.idle_end.max(range.end);
         }
     }

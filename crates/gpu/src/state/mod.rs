@@ -2,7 +2,6 @@
 
 pub(crate) mod aging;
 pub(crate) mod arena;
-pub(crate) mod backing;
 pub(crate) mod compact;
 pub(crate) mod event;
 pub(crate) mod failure;

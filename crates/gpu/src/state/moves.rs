@@ -113,8 +113,6 @@ impl PinEntry {
 #[derive(Debug, Default)]
 pub(crate) struct Pins {
     entries: BTreeMap<BlockName, PinEntry>,
-    /// The number of entries with a treatment of contents.
-    with_contents: usize,
     /// Blocks that an operation has placed but not yet completed: about one per thread.
     busy: Vec<BlockName>,
     /// Blocks that a copy whose end was not observed may still use: none, unless the driver failed.
@@ -129,9 +127,7 @@ impl Pins {
 
     /// Unpins a block. Does nothing if the block was freed.
     pub(crate) fn unpin(&mut self, id: BlockName) {
-        if self.entries.contains_key(&id) {
-            self.change(id, |entry| entry.pins = entry.pins.saturating_sub(1));
-        }
+        self.change(id, |entry| entry.pins = entry.pins.saturating_sub(1));
     }
 
     /// Keeps a block from moving while an operation continues with it. At most one operation does.
@@ -172,38 +168,30 @@ impl Pins {
 
     /// Sets the treatment of a block's contents; `None` for the region's.
     pub(crate) fn set_contents(&mut self, id: BlockName, contents: Option<Contents>) {
-        self.with_contents -= usize::from(self.contents(id).is_some());
-        self.with_contents += usize::from(contents.is_some());
         self.change(id, |entry| entry.contents = contents);
     }
 
-    /// Returns the treatment of a block's contents. One comparison if no block has its own.
+    /// Returns the treatment of a block's contents.
     pub(crate) fn contents(&self, id: BlockName) -> Option<Contents> {
-        if self.with_contents == 0 {
-            return None;
-        }
         self.entries.get(&id)?.contents
     }
 
     /// Records that the contents of a block were discarded.
     pub(crate) fn discard(&mut self, id: BlockName) {
-        self.entries.entry(id).or_insert(PinEntry::NONE).is_discarded = true;
+        self.change(id, |entry| entry.is_discarded = true);
     }
 
     /// Returns `true` if the contents were discarded since the last call.
     pub(crate) fn take_discarded(&mut self, id: BlockName) -> bool {
-        let is_discarded = self.entries.get(&id).is_some_and(|entry| entry.is_discarded);
-        if is_discarded {
-            self.change(id, |entry| entry.is_discarded = false);
-        }
+        let mut is_discarded = false;
+        self.change(id, |entry| is_discarded = std::mem::take(&mut entry.is_discarded));
         is_discarded
     }
 
     /// Removes the settings of a freed block. Two comparisons if no block has any.
     pub(crate) fn forget(&mut self, id: BlockName) {
         if !self.entries.is_empty() {
-            let gone = self.entries.remove(&id);
-            self.with_contents -= usize::from(gone.is_some_and(|entry| entry.contents.is_some()));
+            self.entries.remove(&id);
         }
         if !self.copied.is_empty() {
             self.copied.retain(|&copied| copied != id);
@@ -226,8 +214,6 @@ impl Pins {
     /// If the invariant is violated.
     pub(crate) fn validate(&self, is_live: impl Fn(BlockName) -> bool) {
         assert!(self.entries.iter().all(|(&id, &entry)| is_live(id) && entry != PinEntry::NONE));
-        let with_contents = self.entries.values().filter(|entry| entry.contents.is_some());
-        assert_eq!(self.with_contents, with_contents.count());
         assert!(self.busy.iter().chain(&self.copied).all(|&id| is_live(id)));
     }
 

@@ -73,25 +73,9 @@ struct PendingSpan {
     uses: StreamUses,
 }
 
-/// The pending parts of a span that was taken for a block. They become pending again if the block
-/// is freed before its first use.
-#[derive(Debug, Default)]
-pub(crate) struct Dependencies {
-    /// The pending parts, and the uses of each, which must complete before the block's first use.
-    pub(crate) parts: Vec<(Span, StreamUses)>,
-}
-
-impl Dependencies {
-    /// Returns `true` if all uses are on this stream, which then need not wait.
-    pub(crate) fn is_of(&self, stream: Option<StreamKey>) -> bool {
-        self.parts.iter().all(|(_, uses)| uses.is_of(stream))
-    }
-
-    /// Returns the uses of all parts.
-    pub(crate) fn uses(&self) -> StreamUses {
-        StreamUses::of(self.parts.iter().flat_map(|(_, uses)| uses.iter()))
-    }
-}
+/// The pending parts of a span that was taken for a block, and the uses of each, which must complete
+/// before the block's first use. They become pending again if the block is freed before that.
+pub(crate) type Dependencies = Vec<(Span, StreamUses)>;
 
 /// Two adjoining spans that became one entry, or one entry that became two.
 pub(crate) type Border = (Span, Span);
@@ -202,7 +186,7 @@ impl Pending {
                 cuts.push((part, after));
             }
             self.bytes -= part.size;
-            claim.parts.push((part, uses));
+            claim.push((part, uses));
         }
     }
 
@@ -298,13 +282,14 @@ mod tests {
         assert!(!pending.is_foreign(span(0, 10), one) && !pending.is_foreign(span(20, 30), None));
         assert!(pending.is_foreign(span(0, 10), None) && pending.is_foreign(span(5, 11), one));
         let (claim, cuts) = pending.take(span(5, 12));
-        assert_eq!(claim.uses(), StreamUses::of([on(2, 1), on(1, 3), on(1, 4)]));
-        let parts: Vec<_> = claim.parts.iter().map(|(part, _)| *part).collect();
+        let uses = StreamUses::of(claim.iter().flat_map(|(_, uses)| uses.iter()));
+        assert_eq!(uses, StreamUses::of([on(2, 1), on(1, 3), on(1, 4)]));
+        let parts: Vec<_> = claim.iter().map(|(part, _)| *part).collect();
         assert_eq!(parts, [span(10, 12), span(5, 10)]);
         assert_eq!(cuts, [(span(10, 12), span(12, 20)), (span(0, 5), span(5, 10))]);
         assert_eq!(pending.bytes, 23);
         pending.validate();
-        assert!(pending.take(span(20, 30)).0.parts.is_empty());
+        assert!(pending.take(span(20, 30)).0.is_empty());
     }
 
     #[test]

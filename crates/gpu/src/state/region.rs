@@ -10,13 +10,12 @@
 
 use crate::driver::DeviceAddress;
 use crate::index::{ALIGN, End, Request, Span};
-use crate::state::backing::Backing;
 use crate::state::event::RequestOrigin;
-use crate::state::granules::Leave;
+use crate::state::granules::GranuleCall;
 use crate::state::moves::Pins;
 use crate::state::pending::{Dependencies, Pending, StreamUses};
 use crate::state::region_index::{BlockName, RegionIndex};
-use crate::state::segment::{Cursor, Run};
+use crate::state::segment::{Run, Segment};
 use crate::state::streams::StreamKey;
 pub(crate) use crate::types::Region;
 use crate::types::snapshot::RegionSnapshot;
@@ -29,7 +28,7 @@ use lowtide_core::bytes::ByteSize;
 const SMALL_BELOW: u64 = 1 << 20;
 
 /// The cost of a place that a stream must wait for, and of one whose memory must be committed, in
-/// the measure of [`Backing::cost`], while any span is pending. Memory without a wait is used
+/// the measure of [`Segment::cost`], while any span is pending. Memory without a wait is used
 /// first, then memory that only needs a wait, and only then is more committed.
 const COST_OF_WAITING: u64 = 1 << 34;
 const COST_OF_COMMITTING: u64 = 1 << 35;
@@ -125,7 +124,7 @@ pub(crate) struct PlacedRun {
 /// The state of one region.
 #[derive(Debug)]
 pub(crate) struct RegionState {
-    pub(crate) segment: Backing,
+    pub(crate) segment: Segment,
     pub(crate) index: RegionIndex,
     /// Wraps: a block that a cache kept and handed out again was allocated with one requested size,
     /// and is freed with another. Together with the caches' counts the sum is right.
@@ -141,29 +140,21 @@ pub(crate) struct RegionState {
 }
 
 impl RegionState {
-    pub(crate) fn new(mut segment: Backing, granule: ByteSize) -> Self {
-        let mut index = RegionIndex::new(segment.extent(), granule.get());
-        segment.wall_off(&mut index);
-        let pins = Pins::default();
-        let pending = Pending::default();
+    pub(crate) fn new(mut segment: Segment) -> Self {
+        let mut index = RegionIndex::new(segment.extent, segment.granularity);
+        segment.pieces.iter_mut().for_each(|pieces| pieces.wall_off(&mut index));
+        let (pins, pending) = (Pins::default(), Pending::default());
         Self { segment, index, requested: 0, live: 0, arriving: 0, pins, moves: 0, pending }
     }
 
     /// Returns the size of the largest block that the region could ever have.
-    pub(crate) const fn largest_ever(&self) -> ByteSize {
-        ByteSize::new(match &self.segment {
-            Backing::Reserved(_) => self.index.large(),
-            Backing::SegmentList(pieces) => pieces.largest,
-        })
+    pub(crate) fn largest_ever(&self) -> ByteSize {
+        let pieces = self.segment.pieces.as_ref();
+        ByteSize::new(pieces.map_or(self.index.large(), |pieces| pieces.largest))
     }
 
     pub(crate) const fn live(&self) -> u64 {
         self.live
-    }
-
-    /// Returns the bytes of this metadata.
-    pub(crate) fn metadata(&self) -> usize {
-        self.index.metadata() + self.segment.metadata() + self.pending.metadata()
     }
 
     /// Finds a place, preferring those that cost the fewest granules, and marks it as arriving.
@@ -197,7 +188,7 @@ impl RegionState {
         let (id, span) = match search {
             Search::Cheapest => self.index.take_cheapest(request, inactive)?,
             Search::Apart => {
-                let align = wanted.align.max(segment.granularity());
+                let align = wanted.align.max(segment.granularity);
                 self.index.take_cheapest(Request { align, ..request }, inactive)?
             }
             Search::Clear => self.take_clear(wanted, taker)?,
@@ -225,7 +216,7 @@ impl RegionState {
     pub(crate) fn place_bare(&mut self, wanted: AllocRequest) -> Option<Placement> {
         let mut free = self.free_low();
         // At the end of a free span, which is least likely to have memory.
-        let segment = self.segment.reserved_segment()?;
+        let segment = &self.segment;
         let place = free.find_map(|span| {
             let offset = span.end().checked_sub(wanted.size)? / wanted.align * wanted.align;
             let place = Span { offset, size: wanted.size };
@@ -264,7 +255,7 @@ impl RegionState {
     /// Takes the pending parts out of a span that a block gets. Returns the uses to wait for.
     fn claim(&mut self, span: Span) -> Dependencies {
         if self.pending.bytes == 0 {
-            return Dependencies { parts: Vec::new() };
+            return Dependencies::new();
         }
         let (claim, cuts) = self.pending.take(span);
         for (left, right) in cuts {
@@ -274,7 +265,7 @@ impl RegionState {
                 segment.touch(right);
             });
         }
-        for (part, _) in &claim.parts {
+        for (part, _) in &claim {
             self.segment.untouch(*part);
         }
         claim
@@ -300,11 +291,11 @@ impl RegionState {
         &mut self,
         left: Span,
         right: Span,
-        change: impl FnOnce(&mut Backing, Span, Span, Span),
+        change: impl FnOnce(&mut Segment, Span, Span, Span),
     ) {
         let (mut start, mut end) = (left.offset, right.end());
         if !self.segment.is_whole() {
-            let granule = self.segment.granularity();
+            let granule = self.segment.granularity;
             let first = right.offset / granule * granule;
             if first == right.offset {
                 return;
@@ -417,12 +408,6 @@ impl RegionState {
         self.segment.touch(before);
     }
 
-    /// Returns `true` if both spans are on one side of the wall.
-    pub(crate) fn is_of_one_range(&self, span: Span, other: Span) -> bool {
-        let is_high = |span: Span| self.index.wall().is_some_and(|wall| span.offset > wall.offset);
-        is_high(span) == is_high(other)
-    }
-
     /// Returns the size of the longest free span of addresses. If more than [`LOOKS`] are in its bin
     /// it may be a 16th less.
     pub(crate) fn largest_span(&self) -> u64 {
@@ -482,13 +467,18 @@ impl RegionState {
 
     /// Returns the live spans without an order, in less time.
     pub(crate) fn live_spans_unordered(&self) -> impl Iterator<Item = Span> {
-        self.index.live_unordered().filter(|span| !self.segment.is_held(span.offset))
+        self.index.live_unordered().filter(|span| !self.is_held(*span))
     }
 
     /// Returns the live spans with the names of their blocks.
     pub(crate) fn live_blocks(&self) -> impl Iterator<Item = (Span, BlockName)> {
         let blocks = self.index.blocks().filter_map(|(span, name)| Some((span, name?)));
-        blocks.filter(|(span, _)| !self.segment.is_held(span.offset))
+        blocks.filter(|(span, _)| !self.is_held(*span))
+    }
+
+    /// Returns `true` if the index entry of a span is not a block.
+    pub(crate) fn is_held(&self, span: Span) -> bool {
+        self.segment.pieces.as_ref().is_some_and(|pieces| pieces.is_held(span.offset))
     }
 
     /// Returns the current place of a live block.
@@ -546,21 +536,6 @@ impl RegionState {
         self.segment.memory().idle() > idle
     }
 
-    /// Marks a segment as committing; returns `None` if there are no offsets for it.
-    pub(crate) fn begin_segment(&mut self, end: End, size: u64) -> Option<Span> {
-        match &mut self.segment {
-            Backing::SegmentList(pieces) => pieces.begin(&mut self.index, end, size),
-            Backing::Reserved(_) => None,
-        }
-    }
-
-    /// Records the result of allocating a segment.
-    pub(crate) fn end_segment(&mut self, span: Span, at: Option<DeviceAddress>) {
-        if let Backing::SegmentList(pieces) = &mut self.segment {
-            pieces.end(&mut self.index, span.offset, at);
-        }
-    }
-
     /// Places a block, as arriving, in a free span that holds it: at the end of the span at which
     /// blocks of its size are placed.
     pub(crate) fn place_in(&mut self, wanted: AllocRequest, within: Span) -> Option<Placement> {
@@ -574,18 +549,6 @@ impl RegionState {
         Some(self.put(wanted, id?, span))
     }
 
-    /// Marks the next run of idle memory as leaving. A segment leaves as a whole.
-    pub(crate) fn begin_leave(&mut self, cursor: &mut Cursor, leave: &Leave) -> Option<Run> {
-        match &mut self.segment {
-            Backing::Reserved(segment) => segment.begin_leave(cursor, leave),
-            Backing::SegmentList(pieces) => {
-                let bytes = (leave.granules_max as u64).saturating_mul(pieces.granularity);
-                let span = pieces.begin_leave(&mut self.index, bytes, leave.ages)?;
-                Some(pieces.run_of(span))
-            }
-        }
-    }
-
     /// Returns a run with its place.
     pub(crate) fn placed_run(&self, region: Region, run: Run) -> PlacedRun {
         let ((at, size), handle) = (self.segment.place_of(run), self.segment.handle_size(run));
@@ -594,22 +557,18 @@ impl RegionState {
 
     /// Marks committed granules as leaving, for a sleep.
     pub(crate) fn begin_part(&mut self, run: Run) {
-        match &mut self.segment {
-            Backing::Reserved(segment) => segment.begin_part(run),
-            Backing::SegmentList(pieces) => {
-                let is_idle = pieces.mark_leaving(&mut self.index, run.span(pieces.granularity));
-                debug_assert!(is_idle, "no other leaves for a sleep");
-            }
-        }
+        let span = self.segment.span_of(run);
+        let Some(pieces) = &mut self.segment.pieces else { return self.segment.begin_part(run) };
+        let is_idle = pieces.mark_leaving(&mut self.index, span);
+        debug_assert!(is_idle, "no other leaves for a sleep");
     }
 
     /// Records the result of a decommit.
     pub(crate) fn end_leave(&mut self, run: Run, done: bool) {
-        match &mut self.segment {
-            Backing::Reserved(segment) => segment.end_leave(run, done),
-            Backing::SegmentList(pieces) => {
-                pieces.end_leave(&mut self.index, run.span(pieces.granularity).offset, done);
-            }
+        let offset = self.segment.span_of(run).offset;
+        match &mut self.segment.pieces {
+            Some(pieces) => pieces.end_leave(&mut self.index, offset, done),
+            None => self.segment.end(run, GranuleCall::Leave, done),
         }
     }
 
@@ -623,8 +582,14 @@ impl RegionState {
         self.pending.validate();
         let mut spans: Vec<_> = self.live_spans().chain(self.pending.spans()).collect();
         spans.sort_unstable_by_key(|span| span.offset);
-        self.segment.validate(&self.index, spans.into_iter());
-        assert_eq!(self.live + self.arriving + self.segment.held(), self.index.live());
+        let held = match &self.segment.pieces {
+            Some(pieces) => pieces.validate(&self.index, spans.into_iter()),
+            None => {
+                self.segment.validate(spans.into_iter());
+                0
+            }
+        };
+        assert_eq!(self.live + self.arriving + held, self.index.live());
         let active = self.segment.memory().active;
         assert!(
             self.live <= active || self.live - self.asleep() <= active,

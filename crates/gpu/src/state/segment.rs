@@ -1,5 +1,5 @@
-//! One reserved range and the state of each of its granules. Pure accounting, no driver and no
-//! lock.
+//! The memory for the blocks of a region: one reserved range and the state of each of its granules,
+//! or pieces that a driver allocates and frees as a whole. Pure accounting, no driver and no lock.
 //!
 //! A granule is bare, committing, committed, leaving or arriving. The transitional states mark a
 //! driver call in progress outside the arena's lock: a thread that needs such a granule waits until
@@ -8,6 +8,9 @@
 //!
 //! Blocks are placed from both ends (large ones from the low end, small ones from the high end), so
 //! the granules are stored in two halves, each counted from its end: metadata grows with use.
+//!
+//! Over pieces no granule has a state: each is bare. What concerns single granules, such as commits
+//! and handles, is then never called, or finds nothing.
 //!
 //! Invariants: `backed = committing + committed + leaving`; `active = backed and touched`;
 //! `idle = backed - active`.
@@ -19,7 +22,8 @@ use smallvec::SmallVec;
 use crate::driver::DeviceAddress;
 use crate::index::Span;
 use crate::state::aging::{Ages, Stamp};
-use crate::state::granules::{Granules, Leave, MemoryCounts, MissingGranules, Word};
+use crate::state::granules::{GranuleCall, Granules, Leave, MemoryCounts, MissingGranules, Word};
+use crate::state::segment_list::SegmentList;
 use lowtide_core::bytes::ByteSize;
 
 /// Adjoining granules of one half, for one driver call.
@@ -81,16 +85,11 @@ impl Run {
 /// Runs for driver calls. One takes no memory of its own.
 pub(crate) type Runs = SmallVec<[Run; 1]>;
 
-/// The progress of a search for leaving granules, in each half.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Cursor {
-    low: usize,
-    high: usize,
-}
+/// The progress of a search for leaving granules: the end of the rest in each half.
+pub(crate) type Cursor = [usize; 2];
 
-impl Cursor {
-    pub(crate) const START: Self = Self { low: usize::MAX, high: usize::MAX };
-}
+/// The beginning of a search.
+pub(crate) const START: Cursor = [usize::MAX; 2];
 
 /// The granules that a block covers.
 struct GranuleCover {
@@ -100,11 +99,13 @@ struct GranuleCover {
     wholly: Range<usize>,
 }
 
-/// A reserved range and its granules.
+/// The memory for the offsets of a region.
 #[derive(Debug)]
 pub(crate) struct Segment {
+    /// The address of the first offset; none of pieces, each of which has its own.
     pub(crate) base: DeviceAddress,
-    pub(crate) reserved: u64,
+    /// The end of the offsets.
+    pub(crate) extent: u64,
     pub(crate) granularity: u64,
     /// The number of granules.
     count: usize,
@@ -113,28 +114,47 @@ pub(crate) struct Segment {
     low: Granules,
     /// Granules counted from the high end downward.
     high: Granules,
+    /// The pieces, on drivers that allocate whole segments.
+    pub(crate) pieces: Option<SegmentList>,
 }
 
 impl Segment {
     /// Creates a segment of bare granules. `granularity` is a power of two. Each handle is one
     /// granule.
-    pub(crate) fn new(base: DeviceAddress, reserved: ByteSize, granularity: ByteSize) -> Self {
+    pub(crate) fn new(base: DeviceAddress, extent: ByteSize, granularity: ByteSize) -> Self {
         assert!(granularity.get().is_power_of_two(), "{granularity} is no power of two");
-        let count = usize::try_from(reserved.get() / granularity.get()).unwrap_or(usize::MAX);
-        Self {
-            base,
-            reserved: reserved.get(),
-            granularity: granularity.get(),
-            count,
-            middle: count.div_ceil(2),
-            low: Granules::default(),
-            high: Granules::default(),
-        }
+        let (extent, granularity) = (extent.get(), granularity.get());
+        let count = usize::try_from(extent / granularity).unwrap_or(usize::MAX);
+        let (low, high) = (Granules::default(), Granules::default());
+        let middle = count.div_ceil(2);
+        Self { base, extent, granularity, count, middle, low, high, pieces: None }
+    }
+
+    /// Creates one without pieces, for blocks of at most `largest` bytes.
+    pub(crate) fn of_pieces(extent: ByteSize, largest: u64, granularity: ByteSize) -> Self {
+        let pieces = Some(SegmentList::new(largest, granularity.get()));
+        Self { pieces, ..Self::new(DeviceAddress::new(0), extent, granularity) }
+    }
+
+    /// Returns `true` if memory is allocated and freed in whole pieces.
+    #[inline]
+    pub(crate) const fn is_whole(&self) -> bool {
+        self.pieces.is_some()
+    }
+
+    /// Returns the bytes of addresses. For pieces: of those with memory, because there are no
+    /// others.
+    pub(crate) fn reserved(&self) -> u64 {
+        if self.is_whole() { self.memory().backed } else { self.extent }
     }
 
     /// Returns the bytes of memory by its state.
-    pub(crate) const fn memory(&self) -> MemoryCounts {
-        MemoryCounts::sum(self.low.counts, self.high.counts, self.granularity)
+    #[inline]
+    pub(crate) fn memory(&self) -> MemoryCounts {
+        match &self.pieces {
+            Some(pieces) => pieces.memory(),
+            None => MemoryCounts::sum(self.low.counts, self.high.counts, self.granularity),
+        }
     }
 
     /// Returns the size of the handles of a run.
@@ -143,19 +163,58 @@ impl Segment {
     }
 
     /// Returns the bytes of this metadata.
-    pub(crate) const fn metadata(&self) -> usize {
-        self.low.metadata() + self.high.metadata()
+    pub(crate) fn metadata(&self) -> usize {
+        let pieces = self.pieces.as_ref().map_or(0, SegmentList::metadata);
+        self.low.metadata() + self.high.metadata() + pieces
     }
 
-    /// Returns the address of an offset in the segment.
+    /// Returns the address and the size of a run, which lies in one piece.
+    pub(crate) fn place_of(&self, run: Run) -> (DeviceAddress, ByteSize) {
+        let span = self.span_of(run);
+        (self.address_of(span.offset), ByteSize::new(span.size))
+    }
+
+    /// Returns the offsets of a run.
+    pub(crate) const fn span_of(&self, run: Run) -> Span {
+        run.span(self.granularity)
+    }
+
+    /// Returns the offset of an address, if the address is in this region.
+    pub(crate) fn offset_of(&self, at: DeviceAddress) -> Option<u64> {
+        if let Some(pieces) = &self.pieces {
+            return pieces.offset_of(at);
+        }
+        let offset = at.offset_from(self.base)?.get();
+        (offset < self.extent).then_some(offset)
+    }
+
+    /// Returns `true` if any of these addresses belongs to the region permanently. For pieces: one
+    /// step for each.
+    pub(crate) fn overlaps(&self, at: DeviceAddress, size: ByteSize) -> bool {
+        let meets = |from: DeviceAddress, bytes: u64| {
+            let (from, at) = (from.get(), at.get());
+            at < from.saturating_add(bytes) && from < at.saturating_add(size.get())
+        };
+        let Some(pieces) = &self.pieces else { return meets(self.base, self.extent) };
+        pieces.there().any(|(span, piece)| !piece.is_leaving() && meets(piece.at, span.size))
+    }
+
+    /// Returns the address of an offset.
+    #[inline]
     pub(crate) fn address_of(&self, offset: u64) -> DeviceAddress {
-        debug_assert!(offset <= self.reserved);
+        if let Some(pieces) = &self.pieces {
+            return pieces.address_of(offset);
+        }
+        debug_assert!(offset <= self.extent);
         // The driver reserved `base + reserved` without wrapping. The base is only a fallback.
         self.base.checked_add(ByteSize::new(offset)).unwrap_or(self.base)
     }
 
     /// Records a block in a span.
     pub(crate) fn touch(&mut self, span: Span) {
+        if let Some(pieces) = &mut self.pieces {
+            return pieces.touch(span);
+        }
         if let Some(granule) = self.shared(span) {
             let (half, at) = self.half_mut(granule);
             return half.touch_part(at); // as most blocks
@@ -168,8 +227,11 @@ impl Segment {
         }
     }
 
-    /// Records that a block is freed; returns `true` if a granule became idle.
+    /// Records that a block is freed; returns `true` if memory became idle.
     pub(crate) fn untouch(&mut self, span: Span) -> bool {
+        if let Some(pieces) = &mut self.pieces {
+            return pieces.untouch(span);
+        }
         if let Some(granule) = self.shared(span) {
             let (half, at) = self.half_mut(granule);
             return half.untouch_part(at);
@@ -185,6 +247,9 @@ impl Segment {
 
     /// Returns what the span lacks to be committed.
     pub(crate) fn missing(&self, span: Span) -> MissingGranules {
+        if self.is_whole() {
+            return MissingGranules::default(); // the index offers only pieces that stay
+        }
         let range = self.granules_of(span);
         if range.len() == 1 {
             let (half, at) = self.half(range.start);
@@ -201,8 +266,11 @@ impl Segment {
     /// Returns the cost of placing a block in a span, beyond its size: the granules to commit, and
     /// those at its edges that no other block touches and that the block would keep from becoming
     /// idle. Both count alike, so that idle memory is used before more is committed. O(1), plus one
-    /// step for each 64 granules.
+    /// step for each 64 granules. For pieces: 1 if the block would be the first in its piece.
     pub(crate) fn cost(&self, span: Span) -> u64 {
+        if let Some(pieces) = &self.pieces {
+            return u64::from(pieces.opened(span) > 0);
+        }
         if let Some(granule) = self.shared(span) {
             let (half, at) = self.half(granule);
             return u64::from(!half.is_touched(at)) + half.missing_one(at).granules;
@@ -218,7 +286,8 @@ impl Segment {
     /// Returns the number of inactive granules of the span, which a block there would make active.
     /// A neighbour that waits for its memory has none yet, and may never get any.
     pub(crate) fn inactive(&self, span: Span) -> u64 {
-        self.count(span, Word::inactive)
+        let pieces = self.pieces.as_ref();
+        pieces.map_or_else(|| self.count(span, Word::inactive), |pieces| pieces.opened(span))
     }
 
     /// Returns the number of granules of the span that have no memory and are not arriving.
@@ -245,9 +314,9 @@ impl Segment {
         let mut runs = Runs::new();
         let count = self.count;
         let [low, high] = self.parts(range);
-        let all = |_| u64::MAX;
-        self.low.begin_commit(low, all, |range| runs.push(Run::of(&range)));
-        self.high.begin_commit(high, all, |range| runs.push(Run::of(&mirrored(count, range))));
+        let (call, all) = ((GranuleCall::Commit, u64::MAX), |_| u64::MAX);
+        self.low.begin(low, call, all, |range| runs.push(Run::of(&range)));
+        self.high.begin(high, call, all, |range| runs.push(Run::of(&mirrored(count, range))));
         let wholly = self.cover_of(span).wholly;
         if handle_max == 1 || wholly.len() < 2 {
             return runs;
@@ -263,14 +332,6 @@ impl Segment {
     pub(crate) fn is_in_one_half(&self, span: Span) -> bool {
         let Range { start, end } = self.granules_of(span);
         end <= self.middle || start >= self.middle
-    }
-
-    /// Marks the granules of a run, which are bare, as arriving.
-    pub(crate) fn begin_arrive_of(&mut self, run: Run) {
-        self.each_part(run.range(), |half, range| {
-            let arriving = half.begin_arrive(range.clone(), range.len() as u64, |_| {});
-            debug_assert_eq!(arriving, range.len() as u64, "all of it was bare");
-        });
     }
 
     /// Returns the handles that have stuck granules, and the number of these; with ages, only those
@@ -297,9 +358,9 @@ impl Segment {
         run
     }
 
-    /// Records the result of a commit.
-    pub(crate) fn end_commit(&mut self, run: Run, done: bool) {
-        self.each_part(run.range(), |half, range| half.end_commit(range, done));
+    /// Records the result of a driver call.
+    pub(crate) fn end(&mut self, run: Run, call: GranuleCall, done: bool) {
+        self.each_part(run.range(), |half, range| half.end(range, call, done));
     }
 
     /// Marks the first bare granules of a touched span, at most this many, as arriving: memory of
@@ -308,26 +369,27 @@ impl Segment {
         let mut runs = Vec::new();
         let count = self.count;
         let [low, high] = self.parts(self.granules_of(span));
-        let of_low = self.low.begin_arrive(low, granules_max, |range| runs.push(Run::of(&range)));
+        let (call, all) = (GranuleCall::Arrive, |_| u64::MAX);
+        let push = |range| runs.push(Run::of(&range));
+        let of_low = self.low.begin(low, (call, granules_max), all, push);
         let push = |range| runs.push(Run::of(&mirrored(count, range)));
-        self.high.begin_arrive(high, granules_max - of_low, push);
+        self.high.begin(high, (call, granules_max - of_low), all, push);
         runs
-    }
-
-    /// Records the result for memory that was arriving.
-    pub(crate) fn end_arrive(&mut self, run: Run, done: bool) {
-        self.each_part(run.range(), |half, range| half.end_arrive(range, done));
     }
 
     /// Records the last use of a span's granules that no block touches.
     pub(crate) fn stamp(&mut self, span: Span, stamp: Stamp) {
+        if let Some(pieces) = &mut self.pieces {
+            return pieces.stamp(span, stamp);
+        }
         let range = self.granules_of(span);
         self.each_part(range, |half, range| half.stamp(range, stamp));
     }
 
     /// Returns the age of the longest idle memory that may leave.
     pub(crate) fn oldest(&self, ages: Ages) -> Option<u32> {
-        self.idle_ages(ages).max()
+        let pieces = self.pieces.as_ref();
+        pieces.map_or_else(|| self.idle_ages(ages).max(), |pieces| pieces.oldest(ages))
     }
 
     /// Returns the age of each granule that may leave.
@@ -337,26 +399,30 @@ impl Segment {
 
     /// Marks the next idle handles of one size as leaving, the innermost first.
     pub(crate) fn begin_leave(&mut self, cursor: &mut Cursor, leave: &Leave) -> Option<Run> {
-        if let Some(range) = self.low.begin_leave(cursor.low, leave) {
-            cursor.low = range.start;
+        let [low_end, high_end] = cursor;
+        if let Some(range) = self.low.begin_leave(*low_end, leave) {
+            *low_end = range.start;
             let handle = self.low.handle_of(range.start).len();
             return Some(Run::in_handles(&range, handle));
         }
-        cursor.low = 0;
-        let range = self.high.begin_leave(cursor.high, leave)?;
-        cursor.high = range.start;
+        *low_end = 0;
+        let range = self.high.begin_leave(*high_end, leave)?;
+        *high_end = range.start;
         let handle = self.high.handle_of(range.start).len();
         Some(Run::in_handles(&mirrored(self.count, range), handle))
     }
 
     /// Divides committed granules, whole handles, into runs of at most this many granules and
-    /// handles. A run may be larger if it is one handle.
+    /// handles. A run may be larger if it is one handle. A piece is one run.
     pub(crate) fn runs_of(
         &self,
         range: Range<usize>,
         granules_max: usize,
         handles_max: usize,
     ) -> Vec<Run> {
+        if self.is_whole() {
+            return vec![Run::of(&range)];
+        }
         let mut runs: Vec<Run> = Vec::new();
         let mut at = range.start;
         while at < range.end {
@@ -382,14 +448,12 @@ impl Segment {
         if granule < self.middle { handle } else { mirrored(self.count, handle) }
     }
 
-    /// Records the result of a decommit.
-    pub(crate) fn end_leave(&mut self, run: Run, done: bool) {
-        self.each_part(run.range(), |half, range| half.end_leave(range, done));
-    }
-
     /// Returns the bytes of the longest part of a span that is committed throughout. Takes a step
     /// for each run of committed granules, and for each 64 granules.
     pub(crate) fn committed_run_max(&self, span: Span) -> u64 {
+        if self.is_whole() {
+            return span.size; // all free space has memory
+        }
         let (mut best, mut across) = (0, 0);
         let mut look = |run: Range<usize>| {
             let bytes = self.bytes_in(Run::of(&run), span);
@@ -404,9 +468,16 @@ impl Segment {
         best
     }
 
-    /// Returns every run of committed granules, from the low end.
+    /// Returns the granules that can leave for a sleep, in runs from the low end: all committed
+    /// granules. For pieces: only the idle ones, because the others cannot be restored.
     pub(crate) fn committed_runs(&self) -> Runs {
-        self.runs(0..self.count, Word::committed)
+        let pieces = self.pieces.as_ref();
+        pieces.map_or_else(|| self.runs(0..self.count, Word::committed), SegmentList::idle_runs)
+    }
+
+    /// Returns the spans of the segments in order, on drivers that allocate segments.
+    pub(crate) fn segments(&self) -> Option<Vec<Span>> {
+        Some(self.pieces.as_ref()?.there().map(|(span, _)| span).collect())
     }
 
     /// Returns the parts of a run that blocks touch, in runs.
@@ -439,10 +510,10 @@ impl Segment {
             let parts = (start..end).step_by(step);
             runs.extend(parts.map(|at| Run::of(&(at..end.min(at + step)))));
         };
-        let count = self.count;
+        let (count, call) = (self.count, (GranuleCall::Commit, u64::MAX));
         let (low, high) = (0..self.low.known(), 0..self.high.known());
-        self.low.begin_commit(low, Word::touched, &mut push);
-        self.high.begin_commit(high, Word::touched, |range| push(mirrored(count, range)));
+        self.low.begin(low, call, Word::touched, &mut push);
+        self.high.begin(high, call, Word::touched, |range| push(mirrored(count, range)));
         runs.iter_mut().for_each(|run| *run = self.join(*run, handle_max));
         runs
     }
@@ -464,13 +535,17 @@ impl Segment {
         self.runs(0..self.count, Word::backed)
     }
 
-    /// Returns those runs, cut into spans of which a block touches all granules or none.
+    /// Returns the spans with memory in address order, each with whether live, arriving or pending
+    /// blocks touch all of its granules, or none.
     pub(crate) fn backed_spans(&self) -> Vec<(Span, bool)> {
+        if let Some(pieces) = &self.pieces {
+            return pieces.there().map(|(span, piece)| (span, piece.is_active())).collect();
+        }
         let mut spans = Vec::new();
         for run in self.backed_runs() {
-            let whole = run.span(self.granularity);
+            let whole = self.span_of(run);
             let mut at = whole.offset;
-            for active in self.touched_runs(run).into_iter().map(|run| run.span(self.granularity)) {
+            for active in self.touched_runs(run).into_iter().map(|run| self.span_of(run)) {
                 spans.push((Span { offset: at, size: active.offset - at }, false));
                 spans.push((active, true));
                 at = active.end();
@@ -509,7 +584,7 @@ impl Segment {
             let granule = self.count.checked_sub(at + 1).filter(|&granule| granule >= self.middle);
             granule.map_or(none, expected)
         });
-        assert!(self.memory().backed <= self.reserved, "committed <= reserved");
+        assert!(self.memory().backed <= self.extent, "committed <= reserved");
     }
 
     /// Returns the granules that a span touches.
@@ -672,7 +747,7 @@ mod tests {
                     let runs = segment.begin_commit(of, chance(3), handle_max);
                     check_missing(&segment, of);
                     for run in runs {
-                        segment.end_commit(run, chance(8) > 0);
+                        segment.end(run, GranuleCall::Commit, chance(8) > 0);
                     }
                     check_missing(&segment, of);
                     if segment.missing(of).is_nothing() {
@@ -687,11 +762,11 @@ mod tests {
                 if chance(4) == 0 {
                     let granules = usize::try_from(1 + chance(9)).expect("small");
                     let leaves = leave_of(granules, None);
-                    if let Some(run) = segment.begin_leave(&mut Cursor::START.clone(), &leaves) {
+                    if let Some(run) = segment.begin_leave(&mut START.clone(), &leaves) {
                         let whole = segment.runs_of(run.range(), usize::MAX, usize::MAX);
                         assert_eq!(whole, [run], "whole handles of one size");
                         check_missing(&segment, span(0, size * GRANULE));
-                        segment.end_leave(run, chance(5) > 0);
+                        segment.end(run, GranuleCall::Leave, chance(5) > 0);
                     }
                 }
                 blocks.sort_unstable_by_key(|block| block.offset);
@@ -706,7 +781,7 @@ mod tests {
     fn committed(segment: &mut Segment, of: Span) {
         segment.touch(of);
         for run in segment.begin_commit(of, 0, 1) {
-            segment.end_commit(run, true);
+            segment.end(run, GranuleCall::Commit, true);
         }
     }
 
@@ -757,8 +832,8 @@ mod tests {
         assert_eq!(runs[..], [Run::of(&(0..2)), Run::of(&(3..6))]);
         assert_eq!(segment.missing(all), MissingGranules { granules: 0, is_moving: true });
         assert!(segment.missing(middle).is_nothing());
-        segment.end_commit(runs[0], true);
-        segment.end_commit(runs[1], false);
+        segment.end(runs[0], GranuleCall::Commit, true);
+        segment.end(runs[1], GranuleCall::Commit, false);
         assert_eq!((segment.memory().backed, segment.memory().active), (3 * GRANULE, 3 * GRANULE));
         segment.validate([head, middle, tail].into_iter());
     }
@@ -772,7 +847,7 @@ mod tests {
             committed(&mut segment, part);
         }
         let leave = |segment: &mut Segment, granules_max| {
-            segment.begin_leave(&mut Cursor::START.clone(), &leave_of(granules_max, None))
+            segment.begin_leave(&mut START.clone(), &leave_of(granules_max, None))
         };
         assert_eq!(leave(&mut segment, usize::MAX), None);
         assert!(segment.untouch(low) && segment.untouch(top));
@@ -782,7 +857,7 @@ mod tests {
         assert_eq!(leave(&mut segment, usize::MAX), Some(Run::of(&(5..6))));
         assert_eq!(leave(&mut segment, usize::MAX), Some(Run::of(&(0..4))));
         assert_eq!(leave(&mut segment, usize::MAX), None);
-        segment.end_leave(first, false);
+        segment.end(first, GranuleCall::Leave, false);
         assert_eq!(leave(&mut segment, usize::MAX), Some(first), "a failed one may try again");
         segment.validate([kept].into_iter());
     }
@@ -803,7 +878,7 @@ mod tests {
             clock.advance(Duration::from_millis(500));
         }
         let ages = aging.ages(clock.now());
-        let mut cursor = Cursor::START;
+        let mut cursor = START;
         let mut leave = || segment.begin_leave(&mut cursor, &leave_of(2, Some(ages)));
         assert_eq!(leave(), Some(Run::of(&(1..3))), "the first was idle for 1.5 s");
         assert_eq!(leave(), Some(Run::of(&(0..1))));
@@ -812,11 +887,11 @@ mod tests {
         assert!(oldest < 1024 && oldest > 500, "{oldest} of 512 to 1024 parts");
         clock.advance(Duration::from_millis(10));
         let ages = aging.ages(clock.now());
-        let run = segment.begin_leave(&mut Cursor::START.clone(), &leave_of(9, Some(ages)));
+        let run = segment.begin_leave(&mut START.clone(), &leave_of(9, Some(ages)));
         assert_eq!(run, Some(Run::of(&(3..5))));
         clock.advance(Duration::from_millis(500));
         let ages = aging.ages(clock.now());
-        let run = segment.begin_leave(&mut Cursor::START.clone(), &leave_of(9, Some(ages)));
+        let run = segment.begin_leave(&mut START.clone(), &leave_of(9, Some(ages)));
         assert_eq!(run, Some(Run::of(&(62..64))), "the high end's");
         segment.validate(std::iter::empty());
     }

@@ -10,12 +10,11 @@
 //! Invariants: walls and pieces tile the ranges of the index; no two pieces adjoin, nor two walls.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 
 use crate::driver::DeviceAddress;
 use crate::index::{End, Span};
 use crate::state::aging::{Ages, Stamp};
-use crate::state::granules::MemoryCounts;
+use crate::state::granules::{Leave, MemoryCounts};
 use crate::state::region_index::{BlockName, RegionIndex};
 use crate::state::segment::{Run, Runs};
 use lowtide_core::bytes::ByteSize;
@@ -30,8 +29,8 @@ struct PieceEntry {
 }
 
 #[derive(Debug)]
-struct PieceMemory {
-    at: DeviceAddress,
+pub(crate) struct PieceMemory {
+    pub(crate) at: DeviceAddress,
     state: PieceState,
     /// The number of live, pending or arriving spans in the piece.
     touched: u64,
@@ -53,7 +52,13 @@ impl PieceMemory {
         self.state == PieceState::Committed && self.touched == 0
     }
 
-    const fn is_active(&self) -> bool {
+    /// Returns `true` if the piece is being released: its addresses may already belong to another
+    /// allocation.
+    pub(crate) fn is_leaving(&self) -> bool {
+        self.state == PieceState::Leaving
+    }
+
+    pub(crate) const fn is_active(&self) -> bool {
         matches!(self.state, PieceState::Committing) || self.touched > 0
     }
 }
@@ -61,29 +66,16 @@ impl PieceMemory {
 /// The pieces of a region, and the walls between them.
 #[derive(Debug, Default)]
 pub(crate) struct SegmentList {
-    pub(crate) granularity: u64,
-    /// The end of all offsets.
-    pub(crate) extent: u64,
+    granularity: u64,
     /// The size of the largest block that the region can ever have.
     pub(crate) largest: u64,
     entries: BTreeMap<u64, PieceEntry>,
 }
 
-/// A piece as maps show it.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct PieceView {
-    pub(crate) span: Span,
-    pub(crate) at: DeviceAddress,
-    pub(crate) is_active: bool,
-    /// `true` if the piece is leaving: its addresses may already belong to another allocation.
-    pub(crate) is_leaving: bool,
-}
-
 impl SegmentList {
-    /// Creates a list without pieces, over this many offsets. `granularity` is a power of two.
-    pub(crate) fn new(extent: u64, largest: u64, granularity: ByteSize) -> Self {
-        assert!(granularity.get().is_power_of_two(), "{granularity} is no power of two");
-        Self { granularity: granularity.get(), extent, largest, ..Self::default() }
+    /// Creates a list without pieces. `granularity` is a power of two.
+    pub(crate) fn new(largest: u64, granularity: u64) -> Self {
+        Self { granularity, largest, ..Self::default() }
     }
 
     /// Takes all offsets of an index in which no block is live.
@@ -91,11 +83,6 @@ impl SegmentList {
         for end in [End::Low, End::High] {
             self.put_wall(index, index.bounds(end));
         }
-    }
-
-    /// Returns the bytes of offsets that the index counts as live, but that no block has.
-    pub(crate) fn held(&self) -> u64 {
-        self.entries.values().filter(|entry| entry.hold.is_some()).map(|entry| entry.size).sum()
     }
 
     /// Returns the bytes of memory by its state. Takes one step per piece.
@@ -166,25 +153,18 @@ impl SegmentList {
     }
 
     /// Marks an idle piece as leaving; with ages, only an expired one. Chooses the smallest piece
-    /// that has this many bytes, or else the largest. Takes one step per piece.
-    pub(crate) fn begin_leave(
-        &mut self,
-        index: &mut RegionIndex,
-        bytes: u64,
-        ages: Option<Ages>,
-    ) -> Option<Span> {
-        if bytes == 0 {
-            return None;
-        }
+    /// that has the granules, or else the largest. Takes one step per piece.
+    pub(crate) fn begin_leave(&mut self, index: &mut RegionIndex, leave: &Leave) -> Option<Run> {
+        let bytes = (leave.granules_max as u64).saturating_mul(self.granularity);
         let may_leave = |piece: &PieceMemory| {
-            piece.is_idle() && ages.is_none_or(|ages| ages.is_over(piece.stamp))
+            bytes > 0 && piece.is_idle() && leave.ages.is_none_or(|ages| ages.is_over(piece.stamp))
         };
         let idle = self.pieces().filter(|(_, piece)| may_leave(piece)).map(|(span, _)| span);
         let span = idle.min_by_key(|span| {
             let is_short = span.size < bytes;
             (is_short, if is_short { u64::MAX - span.size } else { span.size })
         })?;
-        self.mark_leaving(index, span).then_some(span)
+        self.mark_leaving(index, span).then(|| self.run_of(span))
     }
 
     /// Marks a piece as leaving if it is idle. Returns `true` if it is.
@@ -270,12 +250,8 @@ impl SegmentList {
     }
 
     /// Returns every piece that has memory, in the order of offsets.
-    pub(crate) fn there(&self) -> impl Iterator<Item = PieceView> {
-        let there = self.pieces().filter(|(_, piece)| piece.state != PieceState::Committing);
-        there.map(|(span, piece)| {
-            let (at, is_active) = (piece.at, piece.is_active());
-            PieceView { span, at, is_active, is_leaving: piece.state == PieceState::Leaving }
-        })
+    pub(crate) fn there(&self) -> impl Iterator<Item = (Span, &PieceMemory)> {
+        self.pieces().filter(|(_, piece)| piece.state != PieceState::Committing)
     }
 
     /// Returns the idle pieces, as runs.
@@ -285,14 +261,9 @@ impl SegmentList {
     }
 
     /// Returns a piece as a run of granules of the region.
-    pub(crate) fn run_of(&self, span: Span) -> Run {
-        Run::of(&self.granules_of(span))
-    }
-
-    /// Returns the granules that a span touches.
-    pub(crate) fn granules_of(&self, span: Span) -> Range<usize> {
+    fn run_of(&self, span: Span) -> Run {
         let granule = |at: u64| usize::try_from(at / self.granularity).unwrap_or(usize::MAX);
-        granule(span.offset)..granule(span.end() + (self.granularity - 1))
+        Run::of(&(granule(span.offset)..granule(span.end())))
     }
 
     /// Returns the size of the wall that stays at an end of a piece, if a neighbour is possible
@@ -371,11 +342,12 @@ impl SegmentList {
         self.put_wall(index, wall);
     }
 
-    /// Counts everything again. `spans` are the spans that touch pieces, in order.
+    /// Counts everything again. `spans` are the spans that touch pieces, in order. Returns the bytes
+    /// of offsets that the index counts as live, but that no block has.
     ///
     /// # Panics
     /// If a figure is wrong.
-    pub(crate) fn validate(&self, index: &RegionIndex, spans: impl Iterator<Item = Span>) {
+    pub(crate) fn validate(&self, index: &RegionIndex, spans: impl Iterator<Item = Span>) -> u64 {
         let mut touched = BTreeMap::<u64, u64>::new();
         for span in spans {
             let Some((whole, piece)) = self.find(span.offset) else {
@@ -385,7 +357,7 @@ impl SegmentList {
             assert_eq!(piece.state, PieceState::Committed, "{span:?} has its memory");
             *touched.entry(whole.offset).or_default() += 1;
         }
-        let mut last = None::<(u64, bool)>;
+        let (mut last, mut held) = (None::<(u64, bool)>, 0);
         for (&offset, entry) in &self.entries {
             let span = Span { offset, size: entry.size };
             let is_piece = entry.piece.is_some();
@@ -398,6 +370,7 @@ impl SegmentList {
             last = Some((span.end(), is_piece));
             if let Some(hold) = entry.hold {
                 assert_eq!(index.span_of(hold), Some(span));
+                held += span.size;
             }
             let Some(piece) = &entry.piece else {
                 assert!(entry.hold.is_some(), "a wall is held");
@@ -406,5 +379,6 @@ impl SegmentList {
             assert_eq!(piece.touched, touched.remove(&offset).unwrap_or(0), "{span:?}");
             assert_eq!(entry.hold.is_none(), piece.state == PieceState::Committed, "{span:?}");
         }
+        held
     }
 }

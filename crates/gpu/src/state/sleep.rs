@@ -15,10 +15,9 @@ use std::task::Waker;
 use std::time::Duration;
 
 use crate::driver::{DeviceAddress, HOST_GRANULARITY, HostStore, StreamHandle};
-use crate::state::backing::Backing;
 use crate::state::region::{PlacedRun, RegionState};
 use crate::state::region_index::BlockName;
-use crate::state::segment::Run;
+use crate::state::segment::{Run, Segment};
 use crate::state::streams::StreamKey;
 use crate::types::Region;
 use crate::types::error::DeviceError;
@@ -160,23 +159,18 @@ impl Sleep {
         (self.phase, self.bell) = (phase, None);
     }
 
-    /// Cancels a drain, if there is one, because the arena is used.
-    fn cancel_drain(&mut self) {
-        if matches!(self.phase, SleepPhase::Draining(_)) {
-            self.phase = SleepPhase::Awake;
-            if let Some(bell) = self.bell.take() {
-                bell.ring();
-            }
-        }
-    }
-
     /// Records a lease, which cancels a drain. `is_first` is `true` if no other lease is held.
     pub(crate) fn enter(&mut self, is_first: bool, now: impl FnOnce() -> Moment) {
         debug_assert!(self.is_open(), "a lease is granted only while the arena is open");
         if is_first {
             self.leased_since = now();
         }
-        self.cancel_drain();
+        if matches!(self.phase, SleepPhase::Draining(_)) {
+            self.phase = SleepPhase::Awake;
+            if let Some(bell) = self.bell.take() {
+                bell.ring();
+            }
+        }
     }
 
     /// Records that the last lease was dropped.
@@ -202,7 +196,8 @@ impl Sleep {
         self.attempts += 1;
         if failure.is_none() {
             (self.awake_since, self.left_at) = (now, now);
-            self.idle.end_wake(now);
+            // The wake has used what was prepared.
+            (self.idle.since, self.idle.prepared) = (now, ByteSize::ZERO);
         }
         self.failure = failure;
     }
@@ -276,13 +271,13 @@ impl Saved {
     }
 
     /// Returns the copies of all saved contents.
-    pub(crate) fn copies<'a>(&self, of: impl Fn(Region) -> &'a Backing) -> Vec<StoredCopy> {
+    pub(crate) fn copies<'a>(&self, of: impl Fn(Region) -> &'a Segment) -> Vec<StoredCopy> {
         let place = |saved: &SavedRun| self.place(saved, saved.run, of(saved.region));
         self.runs.iter().map(place).collect()
     }
 
     /// Returns `true` if a block still touches any of the granules.
-    pub(crate) fn is_touched<'a>(&self, of: impl Fn(Region) -> &'a Backing) -> bool {
+    pub(crate) fn is_touched<'a>(&self, of: impl Fn(Region) -> &'a Segment) -> bool {
         self.runs.iter().any(|saved| !of(saved.region).touched_runs(saved.run).is_empty())
     }
 
@@ -291,7 +286,7 @@ impl Saved {
         &self,
         region: Region,
         run: Run,
-        backing: &Backing,
+        segment: &Segment,
     ) -> Vec<StoredCopy> {
         let Range { start, end } = run.range();
         let key = |saved: &SavedRun| (saved.region.number(), saved.run.range().end);
@@ -303,16 +298,16 @@ impl Saved {
         for saved in inside {
             let range = saved.run.range();
             let part = Run::of(&(range.start.max(start)..range.end.min(end)));
-            let touched = backing.touched_runs(part).into_iter();
-            copies.extend(touched.map(|run| self.place(saved, run, backing)));
+            let touched = segment.touched_runs(part).into_iter();
+            copies.extend(touched.map(|run| self.place(saved, run, segment)));
         }
         copies
     }
 
     /// Returns the current place of a saved run, or of a part of it, and its place in the store.
-    fn place(&self, saved: &SavedRun, run: Run, backing: &Backing) -> StoredCopy {
-        let (at, size) = backing.place_of(run);
-        let (from, _) = backing.place_of(saved.run);
+    fn place(&self, saved: &SavedRun, run: Run, segment: &Segment) -> StoredCopy {
+        let (at, size) = segment.place_of(run);
+        let (from, _) = segment.place_of(saved.run);
         let into = at.offset_from(from).unwrap_or_default();
         let first = self.stores[saved.store].memory.at;
         (at, HostStore { at: first + saved.offset.get() + into.get(), size })
@@ -410,11 +405,6 @@ impl SleepStores {
     /// Returns the bytes of all stores.
     pub(crate) fn bytes(&self) -> ByteSize {
         self.stores.iter().map(|store| store.memory.size).sum()
-    }
-
-    /// Records the end of a wake, which has used what was prepared.
-    pub(crate) const fn end_wake(&mut self, now: Moment) {
-        (self.since, self.prepared) = (now, ByteSize::ZERO);
     }
 
     /// Begins to prepare stores for a sleep that keeps this much. Returns the sizes of the stores

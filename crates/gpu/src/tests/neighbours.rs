@@ -11,7 +11,7 @@ use crate::driver::Driver as _;
 use crate::state::arena::ArenaState;
 use crate::state::pending::Dependencies;
 use crate::state::region::{AllocRequest, AllocTarget, Placement, Search};
-use crate::state::segment::Cursor;
+use crate::state::segment::START;
 
 const DYNAMIC: Region = Region::Dynamic;
 const ALIGN: ByteSize = ByteSize::new(256);
@@ -84,7 +84,7 @@ fn a_block_that_fits_at_no_granules_start_waits_for_the_calls_of_its_neighbours(
     let neighbours = apart(&arena, 2);
     // A call is in progress: idle memory leaves.
     drop(bytes(&arena, GRANULE, Region::Stable).expect("room"));
-    let mut cursors = [Cursor::START; 2];
+    let mut cursors = [START; 2];
     let begin = |state: &mut ArenaState| state.begin_leave(1, usize::MAX, &mut cursors, None);
     let leaving = arena.inner().run_now(begin).expect("idle");
     let (asked, short) = std::sync::mpsc::channel();

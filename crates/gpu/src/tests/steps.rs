@@ -501,8 +501,8 @@ pub(super) fn device(seed: u64, chance: &mut Chance, clock: &ManualClock) -> Sim
 
 /// Returns the state of a new arena.
 pub(super) fn state(sim: &SimDriver, clock: &ManualClock, config: &ArenaConfig) -> ArenaState {
-    let backings = reserve::backings(sim, STEP_GRANULE, (config.reserve, None)).expect("addresses");
-    let regions = backings.map(|backing| RegionState::new(backing, STEP_GRANULE));
+    let segments = reserve::segments(sim, STEP_GRANULE, (config.reserve, None)).expect("addresses");
+    let regions = segments.map(RegionState::new);
     let of_driver = (sim.capabilities(), sim.backend());
     ArenaState::new(regions, STEP_GRANULE, config, of_driver, Arc::new(clock.clone()))
 }
