@@ -106,9 +106,9 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         name: "lost-claim",
         about: "a failed allocation frees its space as if nothing had been pending there",
-        text: "state.cancel_placement(region, placed, claim);\n                \
+        text: "state.cancel_placement(placed, claim);\n                \
                Err(failure",
-        replacement: "state.cancel_placement(region, placed, Dependencies::default());\n\
+        replacement: "state.cancel_placement(placed, Dependencies::default());\n\
                       Err(failure",
         test: SCHEDULES,
     },

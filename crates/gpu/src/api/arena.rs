@@ -26,7 +26,7 @@ use crate::index::ALIGN;
 use crate::record::Recording;
 use crate::state::arena::ArenaState;
 use crate::state::event::{RequestOrigin, requested};
-use crate::state::region::{AllocRequest, Region, RegionState};
+use crate::state::region::{AllocRequest, Region};
 use crate::types::compact::DeviceCosts;
 use crate::types::config::ArenaConfig;
 use crate::types::error::{DeviceError, Shortage};
@@ -94,9 +94,8 @@ impl DeviceArena {
                 return Err(taken);
             }
         };
-        let regions = segments.map(RegionState::new);
         let device = (capabilities, driver.backend());
-        let state = ArenaState::new(regions, granule, &config, device, Arc::clone(&clock));
+        let state = ArenaState::new(segments, granule, &config, device, Arc::clone(&clock));
         let limit = config.limit;
         let cache = (config.thread_cache, config.decay);
         let inner = Arc::new(ArenaInner::new((driver, clock), cache, state, recording));
@@ -146,10 +145,12 @@ impl DeviceArena {
         let origin =
             RequestOrigin { lane: lane.and_then(|lane| lane.number), ..RequestOrigin::BUFFER };
         let (bytes, align) = self.inner.layout::<T>(len, None, region, origin)?;
-        let wanted = AllocRequest::new(bytes, align).map(|of| AllocRequest { origin, ..of });
+        let taker = lane.and_then(|lane| lane.key);
+        let wanted = AllocRequest::new(region, bytes, align);
+        let wanted = wanted.map(|of| AllocRequest { origin, taker, ..of });
         let shard = lane.map_or_else(|| Some(self.shards.here()), |lane| lane.shard.as_ref());
         if let (Some(wanted), Some(shard)) = (wanted, shard)
-            && let Some(mut owned) = self.kept(shard, region, wanted)
+            && let Some(mut owned) = self.kept(shard, wanted)
         {
             lane.into_iter().for_each(|lane| owned.lanes.add(Arc::clone(lane)));
             return Ok(Buffer::new(owned, len));
@@ -168,11 +169,7 @@ impl DeviceArena {
     ) -> Result<Buffer<T>, DeviceError> {
         let shard = lane.and_then(|lane| lane.shard.as_ref()).unwrap_or_else(|| self.shards.here());
         let shard = Arc::clone(shard);
-        let taker = lane.and_then(|lane| lane.key);
-        let block = match wanted {
-            Some(wanted) => Some(self.inner.alloc_block(region, wanted, taker)?),
-            None => None,
-        };
+        let block = wanted.map(|wanted| self.inner.alloc_block(wanted)).transpose()?;
         let mut owned = BlockHandle::new(shard, region, block);
         lane.into_iter().for_each(|lane| owned.lanes.add(Arc::clone(lane)));
         Ok(Buffer::new(owned, len))
@@ -193,7 +190,7 @@ impl DeviceArena {
         let (bytes, _) = self.inner.layout::<T>(len, None, region, origin)?;
         let granule = self.inner.granule;
         let whole = bytes.next_multiple_of(granule).unwrap_or(bytes);
-        let wanted = AllocRequest::new(whole, granule).map(|of| AllocRequest {
+        let wanted = AllocRequest::new(region, whole, granule).map(|of| AllocRequest {
             requested: bytes.get(),
             origin,
             ..of
@@ -413,19 +410,14 @@ impl DeviceArena {
 
     /// Returns a block from a cache, if the cache has one.
     #[inline]
-    fn kept(
-        &self,
-        shard: &CacheShard,
-        region: Region,
-        wanted: AllocRequest,
-    ) -> Option<Box<BlockHandle>> {
+    fn kept(&self, shard: &CacheShard, wanted: AllocRequest) -> Option<Box<BlockHandle>> {
         // Blocks with larger alignments have an entry in the arena's metadata.
         if wanted.size > shard.room() || wanted.align > ALIGN {
             return None;
         }
-        let owned = shard.take(CacheKey::new(region, wanted.size), wanted.requested)?;
+        let owned = shard.take(CacheKey::new(wanted.region, wanted.size), wanted.requested)?;
         let placed = owned.block.as_ref()?;
-        if self.inner.is_fresh(region, placed) {
+        if self.inner.is_fresh(placed) {
             return Some(owned);
         }
         // The block was moved while it was cached: only the arena knows its address.
@@ -487,8 +479,9 @@ impl ArenaInner {
             Some(bytes) if bytes <= largest => Ok((bytes, align)),
             bytes => {
                 let (size, align) = (bytes.unwrap_or(ByteSize::MAX).get(), align.get());
-                let request = AllocRequest { size, align, requested: size, origin };
-                self.refuse_too_large(region, request);
+                let (requested, taker) = (size, None);
+                let request = AllocRequest { region, size, align, requested, origin, taker };
+                self.refuse_too_large(request);
                 Err(DeviceError::TooLarge { len, element, largest })
             }
         }
@@ -496,12 +489,12 @@ impl ArenaInner {
 
     /// Counts a block that is larger than its region.
     #[cold]
-    fn refuse_too_large(&self, region: Region, request: AllocRequest) {
+    fn refuse_too_large(&self, request: AllocRequest) {
         self.run_now(|state| {
             state.totals.alloc_failures_addresses_total += 1;
-            state.events.push("alloc_failed", |line| {
-                requested(line, region, request).text("why", "too_large")
-            });
+            state
+                .events
+                .push("alloc_failed", |line| requested(line, request).text("why", "too_large"));
         });
     }
 }

@@ -156,28 +156,28 @@ impl<T: Pod> Buffer<T> {
         let inner = self.inner();
         let region = self.region();
         let (bytes, align) = inner.layout::<T>(len, None, region, RequestOrigin::BUFFER)?;
-        let block = match (AllocRequest::new(bytes, align), self.owned.block) {
+        let block = match (AllocRequest::new(region, bytes, align), self.owned.block) {
             (None, _) => None,
             (Some(wanted), None) => {
-                let placed = inner.alloc_block(region, wanted, None)?;
+                let placed = inner.alloc_block(wanted)?;
                 for lane in self.owned.lanes.iter() {
-                    inner.note_use(region, placed.id, lane);
+                    inner.note_use(placed.id, lane);
                 }
                 Some(placed)
             }
-            (Some(wanted), Some(old)) => match inner.resize_in_place(region, old, bytes.get())? {
+            (Some(wanted), Some(old)) => match inner.resize_in_place(old, bytes.get())? {
                 Some(resized) => Some(resized),
                 None => {
                     let _lease = Lease::of(inner, self.owned.lanes.iter().cloned().collect())?;
-                    let old = inner.run(async |cx| resolve(cx, region, old).await)?;
+                    let old = inner.run(async |cx| resolve(cx, old).await)?;
                     let wanted = AllocRequest { origin: RequestOrigin::RESIZE, ..wanted };
-                    let new = inner.alloc_block(region, wanted, None)?;
-                    Some(inner.run(async |cx| copy_to(cx, region, old, new).await)?)
+                    let new = inner.alloc_block(wanted)?;
+                    Some(inner.run(async |cx| copy_to(cx, old, new).await)?)
                 }
             },
         };
         if let (None, Some(old)) = (block, self.owned.block) {
-            inner.run_now(|state| state.release_after(region, old, &[]));
+            inner.run_now(|state| state.release_after(old, &[]));
         }
         (self.owned.block, self.owned.place, self.len) = (block, BlockPlace::of(block), len);
         Ok(())
@@ -190,7 +190,7 @@ impl<T: Pod> Buffer<T> {
     /// [`DeviceError::Forked`].
     pub fn pin(&self) -> Result<BlockPin, DeviceError> {
         self.inner().check_here()?;
-        Ok(BlockPin::new(self.inner(), self.region(), self.owned.block.map(|block| block.id)))
+        Ok(BlockPin::new(self.inner(), self.owned.block.map(|block| block.id)))
     }
 
     /// Returns the address for work on the device while the lease is held; `None` if the elements
@@ -205,7 +205,7 @@ impl<T: Pod> Buffer<T> {
     pub fn address(&self, lease: &Lease) -> Result<Option<DeviceAddress>, DeviceError> {
         lease.check_of(self.inner())?;
         let Some(block) = self.owned.block else { return Ok(None) };
-        self.owned.place.get(self.inner(), self.region(), block).map(Some)
+        self.owned.place.get(self.inner(), block).map(Some)
     }
 
     /// Records that another lane's stream also uses the buffer: after the drop, its work until then
@@ -263,7 +263,7 @@ impl<T: Pod> Buffer<T> {
     pub(crate) fn add_lane(&mut self, lane: &Lane) {
         self.owned.lanes.add(Arc::clone(lane.known()));
         if let Some(block) = self.owned.block {
-            self.inner().note_use(self.region(), block.id, lane.known());
+            self.inner().note_use(block.id, lane.known());
         }
     }
 
@@ -292,7 +292,7 @@ impl<T: Pod> Buffer<T> {
         lease.check_of(self.inner())?;
         self.inner().check_host_access()?;
         let Some(block) = self.owned.block else { return Ok(NonNull::dangling()) };
-        let at = self.owned.place.get(self.inner(), self.region(), block)?;
+        let at = self.owned.place.get(self.inner(), block)?;
         self.pointer(at).ok_or_else(|| self.inner().no_host_access())
     }
 
@@ -308,17 +308,12 @@ impl BlockPlace {
     /// held, and the lease was granted under the lock that counted the last move. So all concurrent
     /// callers read the same count and store the same address, and a thread that reads that count
     /// from `moves` reads the address stored before it.
-    fn get(
-        &self,
-        inner: &ArenaInner,
-        region: Region,
-        block: Placement,
-    ) -> Result<DeviceAddress, DeviceError> {
-        let moves = inner.executor.moves(region);
+    fn get(&self, inner: &ArenaInner, block: Placement) -> Result<DeviceAddress, DeviceError> {
+        let moves = inner.executor.moves(block.region());
         if self.moves.load(Ordering::Acquire) == moves {
             return Ok(DeviceAddress::new(self.at.load(Ordering::Relaxed)));
         }
-        let block = inner.run(async |cx| resolve(cx, region, block).await)?;
+        let block = inner.run(async |cx| resolve(cx, block).await)?;
         self.at.store(block.at.get(), Ordering::Relaxed);
         self.moves.store(block.moves, Ordering::Release);
         Ok(block.at)

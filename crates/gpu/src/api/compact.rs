@@ -37,7 +37,6 @@ use lowtide_core::sync::caught;
 #[must_use = "a block stays only while its pin is held"]
 pub struct BlockPin {
     inner: Arc<ArenaInner>,
-    region: Region,
     /// The pinned block; `None` if the buffer has no block.
     id: Option<BlockName>,
     /// Bytes of the export that ends with this pin; `None` for a pin alone.
@@ -46,11 +45,11 @@ pub struct BlockPin {
 
 impl BlockPin {
     /// Pins a block, after waiting for the end of its move if it moves.
-    pub(crate) fn new(inner: &Arc<ArenaInner>, region: Region, id: Option<BlockName>) -> Self {
+    pub(crate) fn new(inner: &Arc<ArenaInner>, id: Option<BlockName>) -> Self {
         if let Some(id) = id {
-            inner.run(async |cx| move_block::pin(cx, region, id).await);
+            inner.run(async |cx| move_block::pin(cx, id).await);
         }
-        Self { inner: Arc::clone(inner), region, id, exported: None }
+        Self { inner: Arc::clone(inner), id, exported: None }
     }
 
     /// Counts an export of the block, which keeps the arena from sleeping until the pin is dropped.
@@ -77,10 +76,9 @@ impl Drop for BlockPin {
                     state.sleep.used.insert(StreamKey::CONTEXT);
                 }
             }
-            state.region_mut(self.region).pins.unpin(id);
-            state.events.push("unpin", |line| {
-                line.number("address", state.region(self.region).address_of(id))
-            });
+            state.region_mut(id.region()).pins.unpin(id);
+            let region = state.region(id.region());
+            state.events.push("unpin", |line| line.number("address", region.address_of(id)));
         });
     }
 }

@@ -39,12 +39,12 @@ pub struct RawBlock {
 }
 
 impl RawBlock {
-    const fn of((region, placed): (Region, Placement)) -> Self {
+    const fn of(placed: Placement) -> Self {
         Self {
             at: placed.at,
             requested: ByteSize::new(placed.requested),
             size: ByteSize::new(placed.span.size),
-            region,
+            region: placed.region(),
         }
     }
 }
@@ -233,9 +233,9 @@ impl DeviceArena {
         let origin = RequestOrigin { lane: user.and_then(RawUser::number), ..RequestOrigin::RAW };
         let len = size.as_usize().unwrap_or(usize::MAX);
         let (size, align) = inner.layout::<u8>(len, Some(align), region, origin)?;
-        let wanted = AllocRequest::new(size, align).ok_or(DeviceError::ZeroSize)?;
-        let placed = inner.alloc_raw_block(region, AllocRequest { origin, ..wanted }, user)?;
-        Ok(RawBlock::of((region, placed)))
+        let wanted = AllocRequest::new(region, size, align).ok_or(DeviceError::ZeroSize)?;
+        let placed = inner.alloc_raw_block(AllocRequest { origin, ..wanted }, user)?;
+        Ok(RawBlock::of(placed))
     }
 
     /// Frees a raw block and returns its description. Makes no driver call.
@@ -275,15 +275,13 @@ impl DeviceArena {
         size: ByteSize,
     ) -> Result<Option<RawBlock>, DeviceError> {
         let inner = self.inner();
-        let (region, placed) = inner.run_here(|state| raw_block::find(state, at))??;
-        let Some(resized) = inner.resize_in_place(region, placed, size.get())? else {
-            return Ok(None);
-        };
+        let placed = inner.run_here(|state| raw_block::find(state, at))??;
+        let Some(resized) = inner.resize_in_place(placed, size.get())? else { return Ok(None) };
         inner.run_now(|state| {
             // Only its owner resizes and frees it.
             state.raw.get_mut(&at).into_iter().for_each(|raw| raw.placed = resized);
         });
-        Ok(Some(RawBlock::of((region, resized))))
+        Ok(Some(RawBlock::of(resized)))
     }
 
     /// Records that a lane's stream also uses a raw block: after the free, its work until then is

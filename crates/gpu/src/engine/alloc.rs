@@ -25,8 +25,7 @@ use crate::index::Span;
 use crate::state::arena::ArenaState;
 use crate::state::failure::{AllocFailure, Cause};
 use crate::state::pending::{Dependencies, StreamUses};
-use crate::state::region::{AllocTarget, Placement, Search};
-use crate::types::Region;
+use crate::state::region::{AllocRequest, Placement, Search};
 use crate::types::error::DeviceError;
 use lowtide_core::bytes::ByteSize;
 
@@ -43,7 +42,7 @@ pub(crate) enum Begun {
 
 /// Makes the first step of an allocation.
 #[inline]
-pub(crate) fn begin(state: &mut ArenaState, target: AllocTarget) -> Begun {
+pub(crate) fn begin(state: &mut ArenaState, target: AllocRequest) -> Begun {
     if !state.sleep.is_open() {
         return Begun::NotPlaced;
     }
@@ -58,14 +57,14 @@ pub(crate) fn begin(state: &mut ArenaState, target: AllocTarget) -> Begun {
 #[inline]
 fn begin_at(
     state: &mut ArenaState,
-    target: AllocTarget,
+    target: AllocRequest,
     placed: Placement,
     claim: Dependencies,
 ) -> Begun {
     let region = state.region_mut(target.region);
     let is_ordered = claim.iter().all(|(_, uses)| uses.is_of(target.taker));
     if is_ordered && region.segment.missing(placed.span).is_nothing() && !state.is_closed {
-        state.mark_live(target.region, target.wanted, placed);
+        state.mark_live(target, placed);
         return Begun::Done(placed);
     }
     state.region_mut(target.region).pins.begin_operation(placed.id);
@@ -75,7 +74,7 @@ fn begin_at(
 /// Makes one attempt of an allocation, with this extent of the search.
 pub(super) async fn attempt(
     cx: &OpContext<'_>,
-    target: AllocTarget,
+    target: AllocRequest,
     search: Search,
 ) -> Result<Placement, AllocFailure> {
     awake(cx).await.map_err(AllocFailure::uncounted)?;
@@ -96,7 +95,7 @@ pub(super) async fn attempt(
 /// Completes the allocation of a block that is placed and pinned.
 pub(super) async fn complete(
     cx: &OpContext<'_>,
-    target: AllocTarget,
+    target: AllocRequest,
     placed: Placement,
     claim: Dependencies,
 ) -> Result<Placement, AllocFailure> {
@@ -116,11 +115,11 @@ pub(super) async fn complete(
         match outcome {
             Ok(()) => {
                 state.region_mut(region).pins.end_operation(placed.id);
-                state.mark_live(region, target.wanted, placed);
+                state.mark_live(target, placed);
                 Ok(placed)
             }
             Err(failure) => {
-                state.cancel_placement(region, placed, claim);
+                state.cancel_placement(placed, claim);
                 Err(failure.with_figures(state))
             }
         }
@@ -135,17 +134,16 @@ pub(super) async fn complete(
 async fn place_in_new_segment(
     cx: &OpContext<'_>,
     mut no_place: AllocFailure,
-    target: AllocTarget,
+    target: AllocRequest,
     search: Search,
 ) -> Result<(Placement, Dependencies), AllocFailure> {
-    let AllocTarget { region, wanted, .. } = target;
     let (mut attempts, mut grow, granules, needed) = cx.with(|state| {
         let attempts = ATTEMPTS_BESIDE + state.granules_for(state.memory().idle());
-        let granules = state.granules_for(wanted.size);
+        let granules = state.granules_for(target.size);
         (attempts, state.steps.grow(), granules, state.bytes_of(granules))
     });
     let fail = |cx: &OpContext<'_>, cause| {
-        cx.with(|state| AllocFailure::of(cause, wanted.size).with_figures(state))
+        cx.with(|state| AllocFailure::of(cause, target.size).with_figures(state))
     };
     loop {
         let mut shortage = ExceededBound::Limit(needed);
@@ -178,7 +176,7 @@ async fn place_in_new_segment(
             ShortageOutcome::InProgress => cx.wait_for_result(|state| state.sleep.is_open()).await,
             // A segment that arrives for another operation may have room for this block as well.
             ShortageOutcome::None(Cause::Limit { .. })
-                if cx.with(|state| state.region(region).segment.memory().committing) > 0 =>
+                if cx.with(|state| state.region(target.region).segment.memory().committing) > 0 =>
             {
                 cx.wait_for_result(|state| state.sleep.is_open()).await;
             }
@@ -196,13 +194,13 @@ async fn place_in_new_segment(
 /// Allocates a marked segment, and places the block in it.
 async fn create_segment(
     cx: &OpContext<'_>,
-    AllocTarget { region, wanted, .. }: AllocTarget,
+    target: AllocRequest,
     span: Span,
 ) -> Result<Option<Placement>, DriverError> {
     let created = cx.outside(|| cx.driver.segment_create(ByteSize::new(span.size))).await;
     cx.with(|state| {
-        state.end_segment(region, span, created.as_ref().ok().copied());
-        created.map(|_| state.region_mut(region).place_in(wanted, span))
+        state.end_segment(target.region, span, created.as_ref().ok().copied());
+        created.map(|_| state.region_mut(target.region).place_in(target, span))
     })
 }
 
@@ -213,7 +211,7 @@ async fn create_segment(
 /// A shortage; the errors of a wake.
 pub(crate) async fn alloc(
     cx: &OpContext<'_>,
-    (target, mut begun): (AllocTarget, Begun),
+    (target, mut begun): (AllocRequest, Begun),
 ) -> Result<Placement, AllocFailure> {
     let region = target.region;
     // Cached memory is used before more is committed. That of other lanes would need a wait.
@@ -230,7 +228,7 @@ pub(crate) async fn alloc(
         begun = cx.with(|state| {
             // Memory was freed: a block that was placed gives its place up.
             if let Begun::Placed(placed, claim) = begun {
-                state.cancel_placement(region, placed, claim);
+                state.cancel_placement(placed, claim);
             }
             begin(state, target)
         });
@@ -268,7 +266,6 @@ pub(crate) async fn alloc(
 /// unchanged.
 pub(crate) async fn resize_in_place(
     cx: &OpContext<'_>,
-    region: Region,
     placed: Placement,
     requested: u64,
 ) -> Result<Option<Placement>, AllocFailure> {
@@ -276,15 +273,16 @@ pub(crate) async fn resize_in_place(
     // wakes.
     loop {
         awake(cx).await.map_err(AllocFailure::uncounted)?;
-        if !cx.with(|state| state.moves.is_moving(region, placed.id)) {
+        if !cx.with(|state| state.moves.is_moving(placed.id)) {
             break;
         }
-        wait_until_still(cx, region, placed.id).await;
+        wait_until_still(cx, placed.id).await;
     }
     // The block's place is current here: no later check is made.
-    cx.with(|state| check_whole(state, region, placed)).map_err(AllocFailure::uncounted)?;
+    cx.with(|state| check_whole(state, placed)).map_err(AllocFailure::uncounted)?;
+    let region = placed.region();
     let begun = cx.with(|state| {
-        let resized = state.begin_resize(region, placed, requested)?;
+        let resized = state.begin_resize(placed, requested)?;
         state.region_mut(region).pins.begin_operation(resized.id);
         Some(resized)
     });
@@ -292,7 +290,7 @@ pub(crate) async fn resize_in_place(
     let outcome = ensure_committed(cx, region, resized.span).await;
     cx.with(|state| {
         state.region_mut(region).pins.end_operation(resized.id);
-        state.end_resize(region, [placed, resized], outcome.is_ok());
+        state.end_resize([placed, resized], outcome.is_ok());
         if let Err(failure) = outcome {
             return Err(failure.with_figures(state));
         }
@@ -307,13 +305,12 @@ pub(crate) async fn resize_in_place(
 /// Those of [`resize_in_place`].
 pub(crate) async fn resize(
     cx: &OpContext<'_>,
-    region: Region,
     placed: Placement,
     requested: u64,
 ) -> Result<Option<Placement>, AllocFailure> {
-    let attempt = async |_: Search| resize_in_place(cx, region, placed, requested).await;
+    let attempt = async |_: Search| resize_in_place(cx, placed, requested).await;
     match attempt(Search::Usual).await {
-        Err(failure) if failure.is_shortage() => run_ladder(cx, region, attempt).await,
+        Err(failure) if failure.is_shortage() => run_ladder(cx, placed.region(), attempt).await,
         outcome => outcome,
     }
 }
@@ -325,7 +322,6 @@ pub(crate) async fn resize(
 /// The driver's: the old block is unchanged, and the new one free.
 pub(crate) async fn copy_to(
     cx: &OpContext<'_>,
-    region: Region,
     old: Placement,
     mut new: Placement,
 ) -> Result<Placement, DriverError> {
@@ -338,18 +334,18 @@ pub(crate) async fn copy_to(
     }
     cx.with(|state| {
         if copied.is_ok() {
-            let pins = &mut state.region_mut(region).pins;
+            let pins = &mut state.region_mut(new.region()).pins;
             if pins.take_discarded(old.id) {
                 // The copied contents were discarded before. The block is not cached when freed: a
                 // cache would keep this setting.
                 pins.discard(new.id);
                 new.moves = Placement::STALE;
             }
-            state.release_after(region, old, &[]);
+            state.release_after(old, &[]);
         } else {
-            state.release_after(region, new, &[]);
+            state.release_after(new, &[]);
             state.events.push("alloc_failed", |line| {
-                let line = line.text("kind", "resize").text("region", region.name());
+                let line = line.text("kind", "resize").text("region", new.region().name());
                 line.number("bytes", new.requested).text("why", "driver")
             });
         }

@@ -133,7 +133,7 @@ async fn commit(cx: &OpContext<'_>, region: Region, runs: Runs) -> Result<(), Dr
     let mut outcome = Ok(());
     for run in runs {
         if outcome.is_ok() {
-            let run = cx.with(|state| state.region(region).placed_run(region, run));
+            let run = cx.with(|state| state.region(region).placed_run(run));
             outcome = cx.commit(run).await;
         }
         cx.with(|state| state.end_commit(region, run, outcome.is_ok()));

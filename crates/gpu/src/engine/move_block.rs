@@ -29,7 +29,6 @@ use crate::driver::{DeviceAddress, DriverError, StreamHandle};
 use crate::index::{End, Span};
 use crate::state::arena::ArenaState;
 use crate::state::compact::plan::{self, CompactPlan, CompactTarget, Hold, LayoutPart, Move};
-use crate::state::moves::MovingBatch;
 use crate::state::pending::{Dependencies, StreamUses};
 use crate::state::raw::RawUse;
 use crate::state::region::Placement;
@@ -134,9 +133,7 @@ pub(crate) async fn move_batch(
         stopped => {
             batch.outcome.error = stopped.err();
             for TakenPlace { placed, .. } in batch.taken.drain(..) {
-                cx.with(|state| {
-                    state.cancel_placement(options.region, placed, Dependencies::new());
-                });
+                cx.with(|state| state.cancel_placement(placed, Dependencies::new()));
             }
         }
     }
@@ -254,7 +251,7 @@ impl Batch {
     /// Returns a taken place, and counts its block as skipped.
     fn skip(&mut self, state: &mut ArenaState, nth: usize) {
         let taken = self.taken.remove(nth);
-        state.cancel_placement(self.options.region, taken.placed, Dependencies::new());
+        state.cancel_placement(taken.placed, Dependencies::new());
         self.outcome.skipped += 1;
     }
 
@@ -271,8 +268,7 @@ impl Batch {
             }
         }
         if !self.taken.is_empty() {
-            let ids = self.taken.iter().map(|taken| taken.id);
-            state.moves.moving = Some(MovingBatch::new(self.options.region, ids));
+            state.moves.moving = Some(self.taken.iter().map(|taken| (taken.id, None)).collect());
         }
         true
     }
@@ -355,7 +351,7 @@ async fn end(cx: &OpContext<'_>, batch: &mut Batch) {
         let uses = stream.map(|key| StreamUses::of([state.streams.use_now(key)]));
         let mut moving = state.moves.moving.take();
         for taken in std::mem::take(&mut batch.taken) {
-            let freed = moving.as_mut().and_then(|moving| moving.blocks.remove(&taken.id)?);
+            let freed = moving.as_mut().and_then(|moving| moving.remove(&taken.id)?);
             if taken.contents == Some(CopyOutcome::Whole) {
                 batch.end_move(state, taken, freed.is_some());
             } else {
@@ -363,7 +359,7 @@ async fn end(cx: &OpContext<'_>, batch: &mut Batch) {
                 batch.undo_move(state, taken, uses, freed.is_some());
             }
             if let Some((placed, streams)) = freed {
-                state.release_after(batch.options.region, placed, &streams);
+                state.release_after(placed, &streams);
             }
         }
         stream
@@ -392,7 +388,7 @@ impl Batch {
         state.events.push("move", |line| {
             line.number("size", made.size).address(from).number("to", to.get())
         });
-        state.readdress(region, from, id);
+        state.readdress(from, id);
         self.outcome.moved.push(MovedBlock { id, made, from, to, is_freed });
     }
 
@@ -409,7 +405,7 @@ impl Batch {
         let region = self.options.region;
         let is_copied = uses.is_some();
         let parts = uses.into_iter().map(|uses| (placed.span, uses)).collect();
-        state.cancel_placement(region, placed, parts);
+        state.cancel_placement(placed, parts);
         if is_freed {
             return;
         }
@@ -435,8 +431,8 @@ fn ends_of(state: &ArenaState, region: Region, made: Move) -> [DeviceAddress; 2]
 // Invariant: a place that is returned under a lease stays until the lease ends.
 
 /// Waits until this block does not move.
-pub(crate) async fn wait_until_still(cx: &OpContext<'_>, region: Region, id: BlockName) {
-    cx.wait_while(|state| state.moves.is_moving(region, id)).await;
+pub(crate) async fn wait_until_still(cx: &OpContext<'_>, id: BlockName) {
+    cx.wait_while(|state| state.moves.is_moving(id)).await;
 }
 
 /// Returns the current place of a live block.
@@ -445,13 +441,12 @@ pub(crate) async fn wait_until_still(cx: &OpContext<'_>, region: Region, id: Blo
 /// `ContentsLost`.
 pub(crate) async fn resolve(
     cx: &OpContext<'_>,
-    region: Region,
     placed: Placement,
 ) -> Result<Placement, DeviceError> {
-    wait_until_still(cx, region, placed.id).await;
+    wait_until_still(cx, placed.id).await;
     cx.with(|state| {
-        check_whole(state, region, placed)?;
-        Ok(state.region(region).refreshed(placed))
+        check_whole(state, placed)?;
+        Ok(state.region(placed.region()).refreshed(placed))
     })
 }
 
@@ -459,11 +454,8 @@ pub(crate) async fn resolve(
 ///
 /// # Errors
 /// `ContentsLost`.
-pub(crate) fn check_whole(
-    state: &ArenaState,
-    region: Region,
-    placed: Placement,
-) -> Result<(), DeviceError> {
+pub(crate) fn check_whole(state: &ArenaState, placed: Placement) -> Result<(), DeviceError> {
+    let region = placed.region();
     if state.region(region).pins.is_lost(placed.id) {
         let size = ByteSize::new(placed.span.size);
         return Err(DeviceError::ContentsLost { region, size });
@@ -472,13 +464,12 @@ pub(crate) fn check_whole(
 }
 
 /// Pins a block after the end of a move in progress. A pinned block does not move.
-pub(crate) async fn pin(cx: &OpContext<'_>, region: Region, id: BlockName) {
-    wait_until_still(cx, region, id).await;
+pub(crate) async fn pin(cx: &OpContext<'_>, id: BlockName) {
+    wait_until_still(cx, id).await;
     cx.with(|state| {
-        state.region_mut(region).pins.pin(id);
-        state
-            .events
-            .push("pin", |line| line.number("address", state.region(region).address_of(id)));
+        state.region_mut(id.region()).pins.pin(id);
+        let region = state.region(id.region());
+        state.events.push("pin", |line| line.number("address", region.address_of(id)));
     });
 }
 

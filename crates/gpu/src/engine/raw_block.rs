@@ -9,7 +9,7 @@ use crate::driver::DeviceAddress;
 use crate::state::arena::ArenaState;
 use crate::state::failure::AllocFailure;
 use crate::state::raw::{RawUse, RawUser, Users};
-use crate::state::region::{AllocTarget, Placement};
+use crate::state::region::{AllocRequest, Placement};
 use crate::state::region_index::BlockName;
 use crate::state::streams::{StreamKey, StreamTable};
 use crate::types::Region;
@@ -23,15 +23,14 @@ use lowtide_core::bytes::ByteSize;
 /// Those of [`alloc`](alloc::alloc).
 pub(crate) async fn alloc(
     cx: &OpContext<'_>,
-    (target, begun): (AllocTarget, Begun),
+    (target, begun): (AllocRequest, Begun),
     is_guest: bool,
 ) -> Result<Placement, AllocFailure> {
-    let (region, user) = (target.region, (target.taker, is_guest));
     let placed = alloc::alloc(cx, (target, begun)).await?;
-    wait_until_still(cx, region, placed.id).await;
+    wait_until_still(cx, placed.id).await;
     cx.with(|state| {
-        let placed = state.region(region).refreshed(placed);
-        insert(state, region, placed, user);
+        let placed = state.region(target.region).refreshed(placed);
+        insert(state, placed, (target.taker, is_guest));
         Ok(placed)
     })
 }
@@ -39,12 +38,11 @@ pub(crate) async fn alloc(
 /// Records an allocated block as raw.
 pub(crate) fn insert(
     state: &mut ArenaState,
-    region: Region,
     placed: Placement,
     (user, is_guest): (Option<StreamKey>, bool),
 ) {
     let is_captured = state.streams.captures(user.as_slice());
-    let raw = RawUse { region, placed, users: Users::of(user), is_guest, is_captured };
+    let raw = RawUse { placed, users: Users::of(user), is_guest, is_captured };
     let before = state.raw.insert(placed.at, raw);
     debug_assert!(before.is_none(), "two live blocks begin at one address");
 }
@@ -60,16 +58,16 @@ pub(crate) fn free(
     state: &mut ArenaState,
     at: DeviceAddress,
     user: Option<RawUser>,
-) -> Result<((Region, Placement), Left), DeviceError> {
+) -> Result<(Placement, Left), DeviceError> {
     let Some(mut raw) = state.raw.remove(&at) else { return Err(unknown(state, at)) };
     let mut left = leave(&mut state.streams, &raw);
     if let Some(user) = user
         && add(&mut state.streams, &mut raw, user, &mut left)
     {
-        note_use(state, (raw.region, raw.placed.id), user);
+        note_use(state, raw.placed.id, user);
     }
     release(state, &raw);
-    Ok(((raw.region, raw.placed), left))
+    Ok((raw.placed, left))
 }
 
 /// Records that the stream of a lane or a guest uses a raw block.
@@ -83,8 +81,7 @@ pub(crate) fn record_use(
 ) -> Result<Left, DeviceError> {
     let Some(raw) = state.raw.get_mut(&at) else { return Err(unknown(state, at)) };
     let mut left = leave(&mut state.streams, raw);
-    let (block, is_new) =
-        ((raw.region, raw.placed.id), add(&mut state.streams, raw, user, &mut left));
+    let (block, is_new) = (raw.placed.id, add(&mut state.streams, raw, user, &mut left));
     let guests = raw.guests();
     guests.iter().for_each(|&stream| state.streams.add_guest(stream));
     left.retain(|stream| !guests.contains(stream));
@@ -130,12 +127,8 @@ fn add(streams: &mut StreamTable, raw: &mut RawUse, user: RawUser, left: &mut Le
 ///
 /// # Errors
 /// `NotLive`, `InteriorAddress`, `ForeignAddress`.
-pub(crate) fn find(
-    state: &ArenaState,
-    at: DeviceAddress,
-) -> Result<(Region, Placement), DeviceError> {
-    let raw = state.raw.get(&at).ok_or_else(|| unknown(state, at))?;
-    Ok((raw.region, raw.placed))
+pub(crate) fn find(state: &ArenaState, at: DeviceAddress) -> Result<Placement, DeviceError> {
+    state.raw.get(&at).map(|raw| raw.placed).ok_or_else(|| unknown(state, at))
 }
 
 /// Returns the raw block that contains an address.
@@ -145,11 +138,10 @@ pub(crate) fn find(
 pub(crate) fn find_containing(
     state: &ArenaState,
     at: DeviceAddress,
-) -> Result<(Region, Placement), DeviceError> {
+) -> Result<Placement, DeviceError> {
     let before = state.raw.range(..=at).next_back();
     let around = before.filter(|(start, raw)| at.get() - start.get() < raw.placed.span.size);
-    let (_, raw) = around.ok_or_else(|| unknown(state, at))?;
-    Ok((raw.region, raw.placed))
+    around.map(|(_, raw)| raw.placed).ok_or_else(|| unknown(state, at))
 }
 
 /// Frees every raw block. Returns their bytes.
@@ -168,14 +160,14 @@ pub(crate) fn reset(state: &mut ArenaState) -> (ByteSize, Left) {
 fn release(state: &mut ArenaState, raw: &RawUse) {
     let streams = raw.users.streams();
     if raw.is_captured || state.streams.captures(streams) {
-        return state.hold_block(raw.region, raw.placed);
+        return state.hold_block(raw.placed);
     }
-    state.release_after(raw.region, raw.placed, streams);
+    state.release_after(raw.placed, streams);
 }
 
-fn note_use(state: &mut ArenaState, (region, id): (Region, BlockName), user: RawUser) {
+fn note_use(state: &mut ArenaState, id: BlockName, user: RawUser) {
     if let Some(lane) = user.number() {
-        state.note_use(region, id, lane);
+        state.note_use(id, lane);
     }
 }
 

@@ -363,7 +363,7 @@ fn mark_incoming(state: &mut ArenaState, is_large: bool) -> Vec<PlacedRun> {
     for region in Region::ALL {
         let of = state.region_mut(region);
         let marked = of.segment.begin_return(granules_max, handle_max);
-        runs.extend(marked.into_iter().map(|run| of.placed_run(region, run)));
+        runs.extend(marked.into_iter().map(|run| of.placed_run(run)));
     }
     runs
 }

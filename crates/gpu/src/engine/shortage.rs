@@ -143,7 +143,6 @@ const PLANS_APART: u32 = 31;
 /// Counts a failure. Returns the error for the caller, with its figures.
 pub(crate) async fn record_failure(
     cx: &OpContext<'_>,
-    region: Region,
     failure: AllocFailure,
     request: AllocRequest,
 ) -> DeviceError {
@@ -168,14 +167,14 @@ pub(crate) async fn record_failure(
         DeviceError::OutOfAddresses { requested, largest_span, compacted_span, .. } => {
             *compacted_span = *largest_span;
             if let Some(from) = begin_plan(cx) {
-                let planned = planned_span(cx, region, *requested).await;
+                let planned = planned_span(cx, request.region, *requested).await;
                 *compacted_span = planned.max(*largest_span);
                 end_plan(cx, from, None);
             }
         }
         _ => {}
     }
-    cx.with(|state| state.note_failure((region, request), (cause, &error)));
+    cx.with(|state| state.note_failure(request, (cause, &error)));
     cx.log(|arena| log!(debug, arena, %error, "allocation failed")).await;
     error
 }

@@ -30,7 +30,6 @@ use crate::index::Span;
 use crate::state::aging::Ages;
 use crate::state::arena::{ArenaState, CommitOptions};
 use crate::state::compact::plan::Hold;
-use crate::state::moves::MovingBatch;
 use crate::state::pending::Dependencies;
 use crate::state::region::{AllocRequest, PlacedRun, Placement};
 use crate::state::region_index::BlockName;
@@ -105,7 +104,7 @@ fn choose(state: &ArenaState, ages: Option<Ages>) -> Option<PlacedRun> {
         handles.sort_by_key(|&(_, idle)| std::cmp::Reverse(idle));
         let blocks: Vec<_> = of.live_blocks().collect();
         let found = |&(run, _): &(Run, u64)| may_divide(state, region, run, &blocks);
-        handles.into_iter().find(found).map(|(run, idle)| (of.placed_run(region, run), idle))
+        handles.into_iter().find(found).map(|(run, idle)| (of.placed_run(run), idle))
     };
     let best = Region::ALL.into_iter().filter_map(best).max_by_key(|&(_, idle)| idle);
     best.map(|(handle, _)| handle)
@@ -135,13 +134,12 @@ fn over(blocks: &[(Span, BlockName)], of: Span) -> &[(Span, BlockName)] {
 
 /// Divides a handle. Returns the number of granules released; `None` if it stays.
 async fn split(cx: &OpContext<'_>, handle: PlacedRun) -> Option<u64> {
-    let region = handle.region;
     let scratch = take_scratch(cx, handle).await?;
     let mut released = None;
     if let Some(split) = cx.with(|state| begin(state, handle, scratch)) {
         let divided = divide(cx, &split).await;
         let is_lost = divided.as_ref().is_err_and(|&(_, is_lost)| is_lost);
-        cx.with(|state| end(state, region, is_lost));
+        cx.with(|state| end(state, is_lost));
         match divided {
             Ok(()) => released = Some(handle.run.granules() - sum_of(&split.touched)),
             Err((error, is_lost)) => {
@@ -150,7 +148,7 @@ async fn split(cx: &OpContext<'_>, handle: PlacedRun) -> Option<u64> {
             }
         }
     }
-    return_scratch(cx, region, scratch);
+    return_scratch(cx, scratch);
     released
 }
 
@@ -174,25 +172,25 @@ async fn take_scratch(cx: &OpContext<'_>, handle: PlacedRun) -> Option<Placement
         if state.over_limit(size.get()) > 0 {
             return None;
         }
-        let wanted = AllocRequest::new(size, ByteSize::new(state.bytes_of(1)))?;
+        let wanted = AllocRequest::new(region, size, ByteSize::new(state.bytes_of(1)))?;
         let scratch = state.region_mut(region).place_bare(wanted)?;
         let options = CommitOptions { grow: false, large_handles: false };
         let mut runs = state.begin_commit(region, scratch.span, size.get(), options);
         debug_assert_eq!(runs.len(), 1, "all of it was bare, in one half");
         Some((scratch, runs.pop()?))
     })?;
-    let placed = cx.with(|state| state.region(region).placed_run(region, run));
+    let placed = cx.with(|state| state.region(region).placed_run(run));
     let committed = cx.commit(placed).await;
     cx.with(|state| state.end_commit(region, run, committed.is_ok()));
     if committed.is_ok() {
         return Some(scratch);
     }
-    return_scratch(cx, region, scratch);
+    return_scratch(cx, scratch);
     None
 }
 
-fn return_scratch(cx: &OpContext<'_>, region: Region, scratch: Placement) {
-    cx.with(|state| state.cancel_placement(region, scratch, Dependencies::new()));
+fn return_scratch(cx: &OpContext<'_>, scratch: Placement) {
+    cx.with(|state| state.cancel_placement(scratch, Dependencies::new()));
 }
 
 /// Marks the handle as leaving and its blocks as moving, if they are still as they were chosen, and
@@ -215,8 +213,7 @@ fn begin(state: &mut ArenaState, handle: PlacedRun, scratch: Placement) -> Optio
     if !(is_same && fits && may_divide(state, region, run, &blocks)) {
         return None;
     }
-    let ids: Vec<_> = over(&blocks, span).iter().map(|&(_, id)| id).collect();
-    state.moves.moving = Some(MovingBatch::new(region, ids.into_iter()));
+    state.moves.moving = Some(over(&blocks, span).iter().map(|&(_, id)| (id, None)).collect());
     state.region_mut(region).begin_part(run);
     Some(Split { handle, touched, scratch })
 }
@@ -256,7 +253,7 @@ fn begin_remaps(state: &mut ArenaState, split: &Split) -> Vec<Pair> {
         first += count;
         of.begin_part(from);
         of.segment.begin_arrive(of.segment.span_of(*run), run.granules());
-        let from = of.placed_run(handle.region, from);
+        let from = of.placed_run(from);
         pairs.push(Pair { from, region: handle.region, to: *run });
     }
     pairs
@@ -275,14 +272,13 @@ async fn copy(cx: &OpContext<'_>, split: &Split, is_back: bool) -> Result<(), Dr
 }
 
 /// Ends the move of the blocks, and frees those whose owners freed them meanwhile.
-fn end(state: &mut ArenaState, region: Region, is_lost: bool) {
-    let Some(batch) = state.moves.moving.take() else { return };
-    for (id, freed) in batch.blocks {
+fn end(state: &mut ArenaState, is_lost: bool) {
+    for (id, freed) in state.moves.moving.take().into_iter().flatten() {
         if is_lost {
-            state.region_mut(region).lose(id);
+            state.region_mut(id.region()).lose(id);
         }
         if let Some((placed, streams)) = freed {
-            state.release_after(region, placed, &streams);
+            state.release_after(placed, &streams);
         }
     }
 }

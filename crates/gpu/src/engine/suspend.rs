@@ -185,7 +185,7 @@ fn outgoing_runs(state: &mut ArenaState, options: SleepOptions) -> Vec<OutgoingR
     let mut runs = Vec::new();
     for (region, usual) in [(Region::Stable, options.stable), (Region::Dynamic, options.dynamic)] {
         let of = state.region_mut(region);
-        runs.extend(of.begin_suspend(region, (usual, is_host), run_max));
+        runs.extend(of.begin_suspend((usual, is_host), run_max));
     }
     runs.sort_by_key(|run| run.contents != Contents::Keep);
     runs

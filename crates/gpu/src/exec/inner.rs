@@ -32,7 +32,7 @@ use crate::state::arena::ArenaState;
 use crate::state::event::RequestOrigin;
 use crate::state::failure::AllocFailure;
 use crate::state::raw::RawUser;
-use crate::state::region::{AllocRequest, AllocTarget, CacheCounts, Placement, Region};
+use crate::state::region::{AllocRequest, CacheCounts, Placement, Region};
 use crate::state::streams::StreamKey;
 use crate::types::error::DeviceError;
 use crate::types::snapshot::ArenaSnapshot;
@@ -250,8 +250,8 @@ impl ArenaInner {
 
     /// Returns `true` if this is the block's current place.
     #[inline]
-    pub(crate) fn is_fresh(&self, region: Region, placed: &Placement) -> bool {
-        placed.moves == self.executor.moves(region)
+    pub(crate) fn is_fresh(&self, placed: &Placement) -> bool {
+        placed.moves == self.executor.moves(placed.region())
     }
 
     /// Returns `true` if the arena has a recorder. Thread caches are off then.
@@ -361,14 +361,12 @@ impl ArenaInner {
 
     /// Frees a block that these lanes used, or unknown ones if there is none, in the arena: only
     /// updates bookkeeping.
-    pub(crate) fn release_after(&self, region: Region, placed: Placement, lanes: &Lanes) {
+    pub(crate) fn release_after(&self, placed: Placement, lanes: &Lanes) {
         match lanes.only() {
-            Some(lane) => {
-                self.run_now(|state| state.release_after(region, placed, lane.key.as_slice()))
-            }
+            Some(lane) => self.run_now(|state| state.release_after(placed, lane.key.as_slice())),
             None => {
                 let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key).collect();
-                self.run_now(|state| state.release_after(region, placed, &streams));
+                self.run_now(|state| state.release_after(placed, &streams));
             }
         }
     }
@@ -611,23 +609,17 @@ impl ArenaInner {
     ///
     /// # Errors
     /// `OutOfAddresses`, `OutOfMemory`, or `Driver`.
-    pub(crate) fn alloc_block(
-        &self,
-        region: Region,
-        wanted: AllocRequest,
-        taker: Option<StreamKey>,
-    ) -> Result<Placement, DeviceError> {
-        let target = AllocTarget { region, wanted, taker };
+    pub(crate) fn alloc_block(&self, wanted: AllocRequest) -> Result<Placement, DeviceError> {
         let first = |state: &mut ArenaState| {
-            let begun = alloc::begin(state, target);
+            let begun = alloc::begin(state, wanted);
             self.caches.note_live(state.live(), state.limit.get());
             match begun {
                 Begun::Done(placed) => ControlFlow::Break(Ok(placed)),
-                begun => ControlFlow::Continue((target, begun)),
+                begun => ControlFlow::Continue((wanted, begun)),
             }
         };
         let outcome = self.run_after(first, alloc::alloc);
-        outcome.map_err(|failure| self.record_failure(region, failure, wanted))
+        outcome.map_err(|failure| self.record_failure(failure, wanted))
     }
 
     /// Allocates a raw block, like [`ArenaInner::alloc_block`], for the next work of a user, or of
@@ -637,7 +629,6 @@ impl ArenaInner {
     /// Those of [`ArenaInner::alloc_block`].
     pub(crate) fn alloc_raw_block(
         &self,
-        region: Region,
         wanted: AllocRequest,
         user: Option<RawUser>,
     ) -> Result<Placement, DeviceError> {
@@ -648,18 +639,18 @@ impl ArenaInner {
             // Until it is freed, or its allocation fails, the block counts as a guest.
             let guest = taker.filter(|_| is_guest);
             guest.into_iter().for_each(|stream| state.streams.add_guest(stream));
-            let target = AllocTarget { region, wanted, taker };
+            let target = AllocRequest { taker, ..wanted };
             let begun = alloc::begin(state, target);
             self.caches.note_live(state.live(), state.limit.get());
             if let Begun::Done(placed) = begun {
-                raw_block::insert(state, region, placed, (taker, is_guest));
+                raw_block::insert(state, placed, (taker, is_guest));
                 return ControlFlow::Break(Ok(placed));
             }
             ControlFlow::Continue((target, begun))
         };
         let rest = async |cx: &OpContext<'_>, begun| raw_block::alloc(cx, begun, is_guest).await;
         self.run_after(first, rest).map_err(|failure| {
-            let error = self.record_failure(region, failure, wanted);
+            let error = self.record_failure(failure, wanted);
             let guest = taker.filter(|_| is_guest);
             let left =
                 self.run_here(|state| guest.filter(|&stream| state.streams.leave_guest(stream)));
@@ -669,16 +660,11 @@ impl ArenaInner {
     }
 
     /// Counts a failure, and returns the error for the caller.
-    fn record_failure(
-        &self,
-        region: Region,
-        failure: AllocFailure,
-        what: AllocRequest,
-    ) -> DeviceError {
+    fn record_failure(&self, failure: AllocFailure, what: AllocRequest) -> DeviceError {
         if self.check_here().is_err() {
             return DeviceError::Forked; // a callback forked, and this process is the child
         }
-        self.run(async |cx| record_failure(cx, region, failure, what).await)
+        self.run(async |cx| record_failure(cx, failure, what).await)
     }
 
     /// Resizes a live block in place; returns `None` if the block cannot grow there.
@@ -687,13 +673,12 @@ impl ArenaInner {
     /// The errors of an allocation, or `ContentsLost`; the block is unchanged.
     pub(crate) fn resize_in_place(
         &self,
-        region: Region,
         placed: Placement,
         requested: u64,
     ) -> Result<Option<Placement>, DeviceError> {
-        let outcome = self.run(async |cx| alloc::resize(cx, region, placed, requested).await);
-        let what =
-            AllocRequest { size: requested, align: 1, requested, origin: RequestOrigin::RESIZE };
-        outcome.map_err(|failure| self.record_failure(region, failure, what))
+        let outcome = self.run(async |cx| alloc::resize(cx, placed, requested).await);
+        let (region, size, origin) = (placed.region(), requested, RequestOrigin::RESIZE);
+        let what = AllocRequest { region, size, align: 1, requested, origin, taker: None };
+        outcome.map_err(|failure| self.record_failure(failure, what))
     }
 }

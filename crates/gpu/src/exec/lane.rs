@@ -18,7 +18,6 @@ use crate::state::event::LaneNumber;
 use crate::state::raw::RawUser;
 use crate::state::region_index::BlockName;
 use crate::state::streams::StreamKey;
-use crate::types::Region;
 use lowtide_core::fork::Birth;
 
 /// A stream that the arena knows, for as long as the stream may be used.
@@ -168,9 +167,9 @@ impl ArenaInner {
     }
 
     /// Records that a lane uses a block.
-    pub(crate) fn note_use(&self, region: Region, id: BlockName, lane: &LaneInner) {
+    pub(crate) fn note_use(&self, id: BlockName, lane: &LaneInner) {
         if let Some(lane) = lane.number.filter(|_| self.is_recorded()) {
-            self.run_now(|state| state.note_use(region, id, lane));
+            self.run_now(|state| state.note_use(id, lane));
         }
     }
 }

@@ -130,7 +130,7 @@ impl BlockHandle {
         let (shard, inner) = (&self.shard, &self.shard.inner);
         let Some(placed) = &self.block else { return false };
         placed.span.size <= shard.room()
-            && inner.is_fresh(self.region, placed)
+            && inner.is_fresh(placed)
             && shard.is_of(&self.lanes)
             && !self.foreign
     }
@@ -164,7 +164,7 @@ impl BlockHandle {
     #[cold]
     fn hold(&self) {
         if let Some(placed) = self.block {
-            self.shard.inner.run_now(|state| state.hold_block(self.region, placed));
+            self.shard.inner.run_now(|state| state.hold_block(placed));
         }
     }
 
@@ -177,7 +177,7 @@ impl BlockHandle {
     /// Frees a cached block in the arena. The handle is to be dropped without a lock.
     pub(crate) fn release_into(&self, state: &mut ArenaState) {
         if let Some(placed) = self.block {
-            state.release_after(self.region, placed, self.shard.stream.as_slice());
+            state.release_after(placed, self.shard.stream.as_slice());
         }
     }
 
@@ -185,7 +185,7 @@ impl BlockHandle {
     fn free(&self) {
         if let Some(placed) = self.block {
             let lanes = if self.foreign { &Lanes::NONE } else { &self.lanes };
-            self.shard.inner.release_after(self.region, placed, lanes);
+            self.shard.inner.release_after(placed, lanes);
         }
     }
 
@@ -628,7 +628,7 @@ impl ThreadCache {
         self.tally.allocs += 1;
         if let Some(placed) = &mut owned.block {
             placed.requested = requested;
-            self.tally.went(owned.region, placed.span.size, requested);
+            self.tally.went(placed);
         }
         Some(owned)
     }
@@ -649,7 +649,7 @@ impl ThreadCache {
         };
         self.kept += 1;
         self.tally.frees += 1;
-        self.tally.came(owned.region, placed);
+        self.tally.came(placed);
         self.classes[hot].blocks.push(owned);
         Ok(())
     }
@@ -692,7 +692,7 @@ impl ThreadCache {
                 if let Some(placed) = &owned.block {
                     // The arena counts the release, so the cache does not.
                     self.tally.frees -= 1;
-                    self.tally.went(owned.region, placed.span.size, placed.requested);
+                    self.tally.went(placed);
                 }
                 out.push(owned);
             }

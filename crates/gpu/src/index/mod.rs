@@ -86,27 +86,27 @@ pub struct Request {
 /// the same id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct BlockId {
-    /// The record's index; below 2^31.
+    /// The record's index; below 2^30.
     slot: u32,
     /// Non-zero, so that an `Option` of an id is no larger than an id.
     generation: NonZeroU64,
 }
 
 impl BlockId {
-    /// Returns the same id with the caller's own bit set to `mark`. The index does not accept a
+    /// Returns the same id with the caller's own two bits set to `marks`. The index does not accept a
     /// marked id.
-    pub(crate) const fn marked(self, mark: bool) -> Self {
-        Self { slot: self.slot & !MARK | if mark { MARK } else { 0 }, ..self }
+    pub(crate) const fn marked(self, marks: u32) -> Self {
+        Self { slot: self.slot & !MARKS | marks << MARKS.trailing_zeros(), ..self }
     }
 
-    /// Returns the caller's own bit.
-    pub(crate) const fn mark(self) -> bool {
-        self.slot & MARK != 0
+    /// Returns the caller's own bits.
+    pub(crate) const fn marks(self) -> u32 {
+        self.slot >> MARKS.trailing_zeros()
     }
 }
 
-/// A bit that no record number uses.
-const MARK: u32 = 1 << 31;
+/// Bits that no record number uses.
+const MARKS: u32 = 3 << 30;
 
 /// The value before the generation of the first block.
 const ANCESTOR: NonZeroU64 = NonZeroU64::MIN.saturating_add(LIVE);

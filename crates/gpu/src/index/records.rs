@@ -24,8 +24,8 @@ pub(super) const FREE: u64 = 0;
 /// as.
 pub(super) const LIVE: u64 = 1 << 63;
 
-/// The maximum number of records: their numbers do not use the bit of [`LIVE`].
-const RECORDS_MAX: usize = 1 << 31;
+/// The maximum number of records: their numbers use neither the bit of [`LIVE`] nor those of marks.
+const RECORDS_MAX: usize = 1 << 30;
 
 /// One block. Two records fit in one cache line, and none crosses two.
 #[derive(Clone, Copy, Debug)]

@@ -20,11 +20,10 @@ use crate::state::outstanding::{Captured, ImportedRange, Outstanding};
 use crate::state::pending::{Dependencies, StreamUses};
 use crate::state::raw::{RawBlocks, RawUse};
 use crate::state::region::{
-    AllocRequest, AllocTarget, CacheCounts, PlacedRun, Placement, Region, RegionState, Search,
-    end_of,
+    AllocRequest, CacheCounts, PlacedRun, Placement, Region, RegionState, Search, end_of,
 };
 use crate::state::region_index::{APART_FROM, BlockName};
-use crate::state::segment::{Cursor, Run, Runs};
+use crate::state::segment::{Cursor, Run, Runs, Segment};
 use crate::state::sleep::{Sleep, SleepPhase};
 use crate::state::streams::{StreamKey, StreamTable};
 use crate::types::compact::DeviceCosts;
@@ -100,7 +99,7 @@ pub(crate) struct ArenaState {
 
 impl ArenaState {
     pub(crate) fn new(
-        regions: [RegionState; 2],
+        [stable, dynamic]: [Segment; 2],
         granularity: ByteSize,
         config: &ArenaConfig,
         (capabilities, backend): (Capabilities, Backend),
@@ -108,7 +107,10 @@ impl ArenaState {
     ) -> Self {
         Self {
             name: config.name.clone(),
-            regions,
+            regions: [
+                RegionState::new(Region::Stable, stable),
+                RegionState::new(Region::Dynamic, dynamic),
+            ],
             granularity: granularity.get(),
             capabilities,
             is_closed: false,
@@ -196,12 +198,11 @@ impl ArenaState {
     }
 
     /// Records the new address of a moved block, if it is a raw block.
-    pub(crate) fn readdress(&mut self, region: Region, from: DeviceAddress, id: BlockName) {
-        let is_it = |raw: &RawUse| raw.region == region && raw.placed.id == id;
-        if self.raw.get(&from).is_some_and(is_it)
+    pub(crate) fn readdress(&mut self, from: DeviceAddress, id: BlockName) {
+        if self.raw.get(&from).is_some_and(|raw| raw.placed.id == id)
             && let Some(mut raw) = self.raw.remove(&from)
         {
-            raw.placed = self.region(region).refreshed(raw.placed);
+            raw.placed = self.region(id.region()).refreshed(raw.placed);
             self.raw.insert(raw.placed.at, raw);
         }
     }
@@ -209,14 +210,14 @@ impl ArenaState {
     /// Finds addresses for a block. Returns the uses that must complete before the block is used.
     pub(crate) fn place(
         &mut self,
-        AllocTarget { region, wanted, taker }: AllocTarget,
+        wanted: AllocRequest,
         search: Search,
     ) -> Result<(Placement, Dependencies), AllocFailure> {
         let shares = self.shares_granules() && matches!(search, Search::Usual);
         let search = if shares { Search::AmongLarge } else { search };
-        let placed = self.region_mut(region).place(wanted, search, taker);
+        let placed = self.region_mut(wanted.region).place(wanted, search);
         placed.ok_or_else(|| {
-            let state = self.region(region);
+            let state = self.region(wanted.region);
             let error = DeviceError::OutOfAddresses {
                 requested: ByteSize::new(wanted.size),
                 reserved: ByteSize::new(state.segment.reserved()),
@@ -229,10 +230,10 @@ impl ArenaState {
     }
 
     /// Records that a placed block has its memory and is allocated.
-    pub(crate) fn mark_live(&mut self, region: Region, request: AllocRequest, placed: Placement) {
-        self.region_mut(region).mark_live(placed);
+    pub(crate) fn mark_live(&mut self, request: AllocRequest, placed: Placement) {
+        self.region_mut(request.region).mark_live(placed);
         self.events.push("alloc", |line| {
-            requested(line, region, request).number("size", placed.span.size).address(placed.at)
+            requested(line, request).number("size", placed.span.size).address(placed.at)
         });
         self.totals.allocs_total += 1;
         self.note_live(placed);
@@ -246,28 +247,22 @@ impl ArenaState {
     }
 
     /// Starts resizing a live block in place; returns `None` if there is no room.
-    pub(crate) fn begin_resize(
-        &mut self,
-        region: Region,
-        placed: Placement,
-        requested: u64,
-    ) -> Option<Placement> {
+    pub(crate) fn begin_resize(&mut self, placed: Placement, requested: u64) -> Option<Placement> {
         let idle = self.memory().idle();
         let uses = self.uses(&[]);
-        let resized = self.region_mut(region).begin_resize(placed, requested, uses);
+        let resized = self.region_mut(placed.region()).begin_resize(placed, requested, uses);
         if self.memory().idle() > idle {
-            self.note_idle(region, placed.span);
+            self.note_idle(placed.region(), placed.span);
         }
         resized
     }
 
     /// Records the result of committing the memory that a resized block grew by.
-    pub(crate) fn end_resize(&mut self, region: Region, change: [Placement; 2], done: bool) {
-        let [before, after] = change;
+    pub(crate) fn end_resize(&mut self, [before, after]: [Placement; 2], done: bool) {
         let idle = self.memory().idle();
-        self.region_mut(region).end_resize(before, after, done);
+        self.region_mut(after.region()).end_resize(before, after, done);
         if self.memory().idle() > idle {
-            self.note_idle(region, after.span);
+            self.note_idle(after.region(), after.span);
         }
         if done {
             self.events.push("resize", |line| {
@@ -375,18 +370,13 @@ impl ArenaState {
 
     /// Removes a placed block that got no memory, or whose earlier uses could not be waited for,
     /// and ends its operation.
-    pub(crate) fn cancel_placement(
-        &mut self,
-        region: Region,
-        placed: Placement,
-        claim: Dependencies,
-    ) {
-        let (streams, state) = (&self.streams, &mut self.regions[region.number()]);
+    pub(crate) fn cancel_placement(&mut self, placed: Placement, claim: Dependencies) {
+        let (streams, state) = (&self.streams, &mut self.regions[placed.region().number()]);
         let left = |(part, uses): (Span, StreamUses)| (part, uses.only(|of| !streams.is_done(of)));
         let gone = state.cancel_placement(placed, claim.into_iter().map(left));
         debug_assert!(gone.is_some(), "a placed block is known to the index");
         if gone == Some(true) {
-            self.note_idle(region, placed.span);
+            self.note_idle(placed.region(), placed.span);
         }
     }
 
@@ -402,15 +392,11 @@ impl ArenaState {
     }
 
     /// Frees a live block that these streams used; unknown ones if there is none.
-    pub(crate) fn release_after(
-        &mut self,
-        region: Region,
-        placed: Placement,
-        streams: &[StreamKey],
-    ) {
-        if self.moves.defer_release(region, placed, streams) {
+    pub(crate) fn release_after(&mut self, placed: Placement, streams: &[StreamKey]) {
+        if self.moves.defer_release(placed, streams) {
             return;
         }
+        let region = placed.region();
         // A copy that was not waited for may be on no stream of the block.
         let is_copied = self.region(region).pins.is_copied(placed.id);
         let streams = if is_copied { &[] } else { streams };
@@ -433,9 +419,9 @@ impl ArenaState {
 
     /// Holds a block that its owner has freed and that a graph may have captured: it stays live at
     /// its address.
-    pub(crate) fn hold_block(&mut self, region: Region, placed: Placement) {
-        self.region_mut(region).pins.pin(placed.id);
-        self.outstanding.captured.blocks.push((region, placed));
+    pub(crate) fn hold_block(&mut self, placed: Placement) {
+        self.region_mut(placed.region()).pins.pin(placed.id);
+        self.outstanding.captured.blocks.push(placed);
     }
 
     /// Frees what graphs may have captured, after all work of the device. Returns the bytes of the
@@ -444,7 +430,7 @@ impl ArenaState {
         let captured = std::mem::take(&mut self.outstanding.captured);
         let bytes = ByteSize::new(captured.bytes());
         let Captured { blocks, imports } = captured;
-        blocks.into_iter().for_each(|(region, placed)| self.release_after(region, placed, &[]));
+        blocks.into_iter().for_each(|placed| self.release_after(placed, &[]));
         for at in imports {
             let after = self.uses(&[]);
             self.outstanding.imported.let_go(at.get(), after);
@@ -471,7 +457,7 @@ impl ArenaState {
                 Some(pieces) => pieces.begin_leave(&mut state.index, &leave), // as a whole
                 None => state.segment.begin_leave(cursor, &leave),
             };
-            Some(state.placed_run(region, run?))
+            Some(state.placed_run(run?))
         })
     }
 
@@ -531,10 +517,10 @@ impl ArenaState {
     }
 
     /// Records that a lane uses a block.
-    pub(crate) fn note_use(&self, region: Region, id: BlockName, lane: LaneNumber) {
-        self.events.push("use", |line| {
-            line.number("address", self.region(region).address_of(id)).number("lane", lane.get())
-        });
+    pub(crate) fn note_use(&self, id: BlockName, lane: LaneNumber) {
+        let address = || self.region(id.region()).address_of(id);
+        self.events
+            .push("use", |line| line.number("address", address()).number("lane", lane.get()));
     }
 
     /// Records that the arena did not fall asleep, or only in part.
@@ -546,7 +532,7 @@ impl ArenaState {
     /// Counts a failed request.
     pub(crate) fn note_failure(
         &mut self,
-        (region, request): (Region, AllocRequest),
+        request: AllocRequest,
         (cause, error): (Cause, &DeviceError),
     ) {
         let totals = &mut self.totals;
@@ -562,9 +548,7 @@ impl ArenaState {
             let is_limited =
                 matches!(error, DeviceError::OutOfMemory { .. }) && self.limit != ByteSize::MAX;
             let left = self.limit.get().saturating_sub(self.memory().backed);
-            requested(line, region, request)
-                .text("why", why)
-                .number("headroom", is_limited.then_some(left))
+            requested(line, request).text("why", why).number("headroom", is_limited.then_some(left))
         });
     }
 
@@ -580,8 +564,7 @@ impl ArenaState {
     pub(crate) fn snapshot(&self, caches: &CacheCounts) -> ArenaSnapshot {
         let size = ByteSize::new;
         let is_asleep = matches!(self.sleep.phase, SleepPhase::Asleep | SleepPhase::Waking);
-        let of = |region| self.region(region).snapshot(region, caches, is_asleep);
-        let regions = Region::ALL.map(of);
+        let regions = Region::ALL.map(|of| self.region(of).snapshot(caches, is_asleep));
         let sum = |part: fn(&RegionSnapshot) -> ByteSize| regions.iter().map(part).sum();
         let totals = &self.totals;
         let Outstanding { exported_count, exported_bytes, imported, captured } = &self.outstanding;
@@ -676,7 +659,7 @@ impl ArenaState {
     /// are no offsets for it.
     pub(crate) fn begin_segment(
         &mut self,
-        AllocTarget { region, wanted, .. }: AllocTarget,
+        wanted: AllocRequest,
         search: Search,
         needed: u64,
         grow: bool,
@@ -684,7 +667,7 @@ impl ArenaState {
         let ahead = if grow { self.growth(needed) } else { 0 };
         let size = needed + self.bytes_of(ahead);
         let is_shared = self.shares_granules() || search == Search::AmongLarge;
-        let state = self.region_mut(region);
+        let state = self.region_mut(wanted.region);
         let is_small = end_of(wanted.size) == End::High && state.index.bounds(End::High).size > 0;
         let end = if is_small && !is_shared { End::High } else { End::Low };
         // If offsets are scarce: first without the growth, then a small block among the large ones.

@@ -11,7 +11,6 @@ use std::sync::Arc;
 
 use crate::record::{Line, Recorder};
 use crate::state::region::AllocRequest;
-use crate::types::Region;
 use lowtide_core::clock::Clock;
 
 /// The number of a lane of an arena, from 1.
@@ -66,14 +65,10 @@ impl EventLog {
 }
 
 /// Adds a request for a block to its line.
-pub(crate) fn requested<'a, 'b>(
-    line: &'a mut Line<'b>,
-    region: Region,
-    request: AllocRequest,
-) -> &'a mut Line<'b> {
+pub(crate) fn requested<'a, 'b>(line: &'a mut Line<'b>, request: AllocRequest) -> &'a mut Line<'b> {
     let RequestOrigin { kind, lane } = request.origin;
     line.text("kind", kind.name())
-        .text("region", region.name())
+        .text("region", request.region.name())
         .number("bytes", request.requested)
         .number("align", request.align)
         .number("lane", lane.map(NonZeroU64::get))

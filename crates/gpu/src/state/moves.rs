@@ -11,23 +11,11 @@ use crate::state::compact::plan::Hold;
 use crate::state::region::Placement;
 use crate::state::region_index::BlockName;
 use crate::state::streams::StreamKey;
-use crate::types::Region;
 use crate::types::sleep::Contents;
 
-/// The blocks that a compaction moves now: one batch.
-#[derive(Debug)]
-pub(crate) struct MovingBatch {
-    region: Region,
-    /// The blocks; of each that its owner has freed meanwhile, the place, and the streams that used
-    /// it, none if they are unknown.
-    pub(crate) blocks: BTreeMap<BlockName, Option<(Placement, Vec<StreamKey>)>>,
-}
-
-impl MovingBatch {
-    pub(crate) fn new(region: Region, blocks: impl Iterator<Item = BlockName>) -> Self {
-        Self { region, blocks: blocks.map(|id| (id, None)).collect() }
-    }
-}
+/// The blocks that a compaction moves now: one batch. Of each that its owner has freed meanwhile, the
+/// place, and the streams that used it, none if they are unknown.
+pub(crate) type MovingBatch = BTreeMap<BlockName, Option<(Placement, Vec<StreamKey>)>>;
 
 /// The state of compactions.
 #[derive(Debug, Default)]
@@ -48,22 +36,14 @@ pub(crate) struct MoveState {
 
 impl MoveState {
     /// Returns `true` if this block moves now.
-    pub(crate) fn is_moving(&self, region: Region, id: BlockName) -> bool {
-        let moving = self.moving.as_ref();
-        moving.is_some_and(|batch| batch.region == region && batch.blocks.contains_key(&id))
+    pub(crate) fn is_moving(&self, id: BlockName) -> bool {
+        self.moving.as_ref().is_some_and(|batch| batch.contains_key(&id))
     }
 
     /// Leaves the freeing of a moving block to the move. Returns `true` if the block is moving.
-    pub(crate) fn defer_release(
-        &mut self,
-        region: Region,
-        placed: Placement,
-        streams: &[StreamKey],
-    ) -> bool {
-        let batch = self.moving.as_mut().filter(|batch| batch.region == region);
-        let Some(freed) = batch.and_then(|batch| batch.blocks.get_mut(&placed.id)) else {
-            return false;
-        };
+    pub(crate) fn defer_release(&mut self, placed: Placement, streams: &[StreamKey]) -> bool {
+        let batch = self.moving.as_mut();
+        let Some(freed) = batch.and_then(|batch| batch.get_mut(&placed.id)) else { return false };
         debug_assert!(freed.is_none(), "only its owner frees a block, once");
         *freed = Some((placed, streams.to_vec()));
         true

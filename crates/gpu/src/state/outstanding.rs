@@ -14,7 +14,6 @@ use crate::driver::DeviceAddress;
 use crate::state::pending::StreamUses;
 use crate::state::region::Placement;
 use crate::state::streams::StreamUse;
-use crate::types::Region;
 use lowtide_core::bytes::ByteSize;
 
 /// Releases imported memory to its owner.
@@ -33,7 +32,7 @@ pub(crate) struct Outstanding {
 /// Memory whose owner has freed it, and which graphs may use.
 #[derive(Debug, Default)]
 pub(crate) struct Captured {
-    pub(crate) blocks: Vec<(Region, Placement)>,
+    pub(crate) blocks: Vec<Placement>,
     /// Imported memory.
     pub(crate) imports: Vec<DeviceAddress>,
 }
@@ -41,7 +40,7 @@ pub(crate) struct Captured {
 impl Captured {
     /// Returns the bytes of the blocks.
     pub(crate) fn bytes(&self) -> u64 {
-        self.blocks.iter().map(|(_, placed)| placed.span.size).sum()
+        self.blocks.iter().map(|placed| placed.span.size).sum()
     }
 }
 

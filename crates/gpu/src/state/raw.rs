@@ -15,7 +15,6 @@ use crate::driver::{DeviceAddress, StreamHandle};
 use crate::state::event::LaneNumber;
 use crate::state::region::Placement;
 use crate::state::streams::{StreamKey, StreamTable};
-use crate::types::Region;
 
 /// The maximum number of streams that a raw block remembers. With one more, the block counts as
 /// used by any stream. Twice the 32 streams that PyTorch has in a pool.
@@ -84,7 +83,6 @@ impl RawUser {
 /// A live raw block, and the streams that use it.
 #[derive(Debug)]
 pub(crate) struct RawUse {
-    pub(crate) region: Region,
     pub(crate) placed: Placement,
     pub(crate) users: Users,
     /// `true` if the block counts as a guest of its streams, which no lane vouches for.

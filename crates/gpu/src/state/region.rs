@@ -61,6 +61,7 @@ pub(crate) enum Search {
 /// A requested block.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AllocRequest {
+    pub(crate) region: Region,
     /// Bytes of the block.
     pub(crate) size: u64,
     /// Its alignment, a power of two.
@@ -69,28 +70,21 @@ pub(crate) struct AllocRequest {
     pub(crate) requested: u64,
     /// The origin of the request.
     pub(crate) origin: RequestOrigin,
+    /// The stream that may use the block immediately, in stream order; any stream if `None`.
+    pub(crate) taker: Option<StreamKey>,
 }
 
 impl AllocRequest {
     /// Creates a request for this many bytes, rounded up to the unit of sizes; `None` for 0 bytes.
     #[inline]
-    pub(crate) fn new(bytes: ByteSize, align: ByteSize) -> Option<Self> {
+    pub(crate) fn new(region: Region, bytes: ByteSize, align: ByteSize) -> Option<Self> {
         if bytes.is_zero() {
             return None;
         }
         let size = bytes.next_multiple_of(ByteSize::new(ALIGN)).unwrap_or(bytes).get();
         let (align, requested) = (align.get(), bytes.get());
-        Some(Self { size, align, requested, origin: RequestOrigin::BUFFER })
+        Some(Self { region, size, align, requested, origin: RequestOrigin::BUFFER, taker: None })
     }
-}
-
-/// A block to allocate.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct AllocTarget {
-    pub(crate) region: Region,
-    pub(crate) wanted: AllocRequest,
-    /// The stream that may use the block immediately, in stream order; any stream if `None`.
-    pub(crate) taker: Option<StreamKey>,
 }
 
 /// A block that has been placed.
@@ -108,6 +102,10 @@ pub(crate) struct Placement {
 impl Placement {
     /// A value of `moves` that is never reached, so that the block's place must be looked up.
     pub(crate) const STALE: u64 = u64::MAX;
+
+    pub(crate) const fn region(&self) -> Region {
+        self.id.region()
+    }
 }
 
 /// A run of a region, and its place.
@@ -140,8 +138,8 @@ pub(crate) struct RegionState {
 }
 
 impl RegionState {
-    pub(crate) fn new(mut segment: Segment) -> Self {
-        let mut index = RegionIndex::new(segment.extent, segment.granularity);
+    pub(crate) fn new(region: Region, mut segment: Segment) -> Self {
+        let mut index = RegionIndex::new(region, segment.extent, segment.granularity);
         segment.pieces.iter_mut().for_each(|pieces| pieces.wall_off(&mut index));
         let (pins, pending) = (Pins::default(), Pending::default());
         Self { segment, index, requested: 0, live: 0, arriving: 0, pins, moves: 0, pending }
@@ -166,13 +164,12 @@ impl RegionState {
         &mut self,
         wanted: AllocRequest,
         search: Search,
-        taker: Option<StreamKey>,
     ) -> Option<(Placement, Dependencies)> {
         let is_apart = !matches!(search, Search::AmongLarge);
         let end = if is_apart { end_of(wanted.size) } else { End::Low };
         let request = Request { size: wanted.size, align: wanted.align, end };
         let (segment, pending) = (&self.segment, &self.pending);
-        let foreign = |place| pending.bytes > 0 && pending.is_foreign(place, taker);
+        let foreign = |place| pending.bytes > 0 && pending.is_foreign(place, wanted.taker);
         let cost = |place| {
             let cost = segment.cost(place);
             if pending.bytes == 0 {
@@ -191,7 +188,7 @@ impl RegionState {
                 let align = wanted.align.max(segment.granularity);
                 self.index.take_cheapest(Request { align, ..request }, inactive)?
             }
-            Search::Clear => self.take_clear(wanted, taker)?,
+            Search::Clear => self.take_clear(wanted)?,
             // A piece for small blocks is as easy to get as a place among the large ones.
             Search::Usual => self.index.take(request, segment.is_whole(), cost)?,
             Search::AmongLarge => self.index.take(request, false, cost)?,
@@ -234,14 +231,10 @@ impl RegionState {
 
     /// Finds a place among the large blocks that needs no wait. Walks the blocks: for callers that
     /// must not wait.
-    fn take_clear(
-        &mut self,
-        wanted: AllocRequest,
-        taker: Option<StreamKey>,
-    ) -> Option<(BlockName, Span)> {
+    fn take_clear(&mut self, wanted: AllocRequest) -> Option<(BlockName, Span)> {
         let needed = (wanted.size, wanted.align);
-        let places =
-            self.free_low().filter_map(|span| self.pending.first_clear(span, needed, taker));
+        let clear = |span| self.pending.first_clear(span, needed, wanted.taker);
+        let places = self.free_low().filter_map(clear);
         let place = places.min_by_key(|&place| self.segment.cost(place))?;
         Some((self.index.take_at(place)?, place))
     }
@@ -421,13 +414,8 @@ impl RegionState {
     }
 
     /// Returns all figures, including those of the caches.
-    pub(crate) fn snapshot(
-        &self,
-        region: Region,
-        caches: &CacheCounts,
-        is_asleep: bool,
-    ) -> RegionSnapshot {
-        let size = ByteSize::new;
+    pub(crate) fn snapshot(&self, caches: &CacheCounts, is_asleep: bool) -> RegionSnapshot {
+        let (region, size) = (self.index.region, ByteSize::new);
         // A block that waits for its memory does not sleep: none waits once the arena is asleep.
         let asleep = if is_asleep { self.asleep() } else { self.lost() };
         let cached = caches.cached[region.number()];
@@ -513,7 +501,8 @@ impl RegionState {
         let id = self.index.take_at(span)?;
         self.pins.begin_operation(id); // its handle is not divided meanwhile
         let origin = RequestOrigin::BUFFER;
-        let wanted = AllocRequest { size: span.size, align: ALIGN, requested: 0, origin };
+        let (region, size) = (self.index.region, span.size);
+        let wanted = AllocRequest { region, size, align: ALIGN, requested: 0, origin, taker: None };
         Some(self.put(wanted, id, span))
     }
 
@@ -550,7 +539,8 @@ impl RegionState {
     }
 
     /// Returns a run with its place.
-    pub(crate) fn placed_run(&self, region: Region, run: Run) -> PlacedRun {
+    pub(crate) fn placed_run(&self, run: Run) -> PlacedRun {
+        let region = self.index.region;
         let ((at, size), handle) = (self.segment.place_of(run), self.segment.handle_size(run));
         PlacedRun { region, run, at, size, handle }
     }
@@ -636,17 +626,17 @@ impl CacheCounts {
 
     /// Counts a block that was handed out.
     #[inline]
-    pub(crate) fn went(&mut self, region: Region, size: u64, requested: u64) {
-        self.cached[region.number()] -= size;
-        let sum = &mut self.requested[region.number()];
-        *sum = sum.wrapping_add(requested);
+    pub(crate) fn went(&mut self, placed: &Placement) {
+        let region = placed.region().number();
+        self.cached[region] -= placed.span.size;
+        self.requested[region] = self.requested[region].wrapping_add(placed.requested);
     }
 
     /// Counts a block that was put in.
     #[inline]
-    pub(crate) fn came(&mut self, region: Region, placed: &Placement) {
-        self.cached[region.number()] += placed.span.size;
-        let sum = &mut self.requested[region.number()];
-        *sum = sum.wrapping_sub(placed.requested);
+    pub(crate) fn came(&mut self, placed: &Placement) {
+        let region = placed.region().number();
+        self.cached[region] += placed.span.size;
+        self.requested[region] = self.requested[region].wrapping_sub(placed.requested);
     }
 }

@@ -12,6 +12,7 @@
 //! range.
 
 use crate::index::{BlockId, BlockIndex, End, Request, Span};
+use crate::types::Region;
 
 /// The small range gets one in this many addresses.
 const SMALL_PART: u64 = 9;
@@ -20,30 +21,36 @@ const SMALL_PART: u64 = 9;
 /// guess.
 pub(crate) const APART_FROM: u64 = 64;
 
-/// The name of one live block of a region. No name is used twice. It is the id in the block's
-/// index, marked if that is the index of the high range.
+/// The name of one live block of an arena. No name is used twice. It is the id in the block's index,
+/// marked with the region, and with the range of that index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct BlockName(BlockId);
 
 impl BlockName {
-    const fn new(id: BlockId, end: End) -> Self {
-        Self(id.marked(matches!(end, End::High)))
+    const fn new(id: BlockId, end: End, region: Region) -> Self {
+        Self(id.marked(end as u32 | (region as u32) << 1))
     }
 
     /// Returns the end of the region at which the block's range is.
     pub(crate) const fn end(self) -> End {
-        if self.0.mark() { End::High } else { End::Low }
+        if self.0.marks() & 1 == 0 { End::Low } else { End::High }
+    }
+
+    /// Returns the block's region.
+    pub(crate) const fn region(self) -> Region {
+        if self.0.marks() & 2 == 0 { Region::Stable } else { Region::Dynamic }
     }
 
     /// Returns the block's id in its index.
     const fn id(self) -> BlockId {
-        self.0.marked(false)
+        self.0.marked(0)
     }
 }
 
 /// The blocks of a region.
 #[derive(Debug)]
 pub(crate) struct RegionIndex {
+    pub(crate) region: Region,
     /// The index of the range at each end, and the start of the range.
     ranges: [(BlockIndex, u64); 2],
 }
@@ -61,13 +68,13 @@ pub(crate) fn span_for(large: u64, granule: u64) -> u64 {
 impl RegionIndex {
     /// Creates an index of free addresses. With fewer than [`APART_FROM`] granules there is no
     /// small range.
-    pub(crate) fn new(span: u64, granule: u64) -> Self {
+    pub(crate) fn new(region: Region, span: u64, granule: u64) -> Self {
         let part = if span / granule < APART_FROM { 0 } else { span / SMALL_PART };
         let small = part / granule * granule;
         let wall = if small > 0 { granule } else { 0 };
         let high_at = span - small;
         let (low, high) = (BlockIndex::new(high_at - wall), BlockIndex::new(small));
-        Self { ranges: [(low, 0), (high, high_at)] }
+        Self { region, ranges: [(low, 0), (high, high_at)] }
     }
 
     /// Returns the bytes of addresses that large blocks can have.
@@ -93,14 +100,14 @@ impl RegionIndex {
         let [(low, _), (high, at)] = &mut self.ranges;
         if matches!(request.end, End::High) && high.span() > 0 {
             if let Some((id, span)) = high.take(request, |span| cost(up(span, *at))) {
-                return Some((BlockName::new(id, End::High), up(span, *at)));
+                return Some((BlockName::new(id, End::High, self.region), up(span, *at)));
             }
             if within {
                 return None;
             }
         }
         let (id, span) = low.take(Request { end: End::Low, ..request }, cost)?;
-        Some((BlockName::new(id, End::Low), span))
+        Some((BlockName::new(id, End::Low, self.region), span))
     }
 
     /// Returns all offsets of the range at an end.
@@ -128,10 +135,10 @@ impl RegionIndex {
             && low_index.cheapest(low, &cost).is_none_or(|low| high <= low)
         {
             let (id, span) = high_index.take_cheapest(request, high_cost)?;
-            return Some((BlockName::new(id, End::High), up(span, *at)));
+            return Some((BlockName::new(id, End::High, self.region), up(span, *at)));
         }
         let (id, span) = low_index.take_cheapest(low, cost)?;
-        Some((BlockName::new(id, End::Low), span))
+        Some((BlockName::new(id, End::Low, self.region), span))
     }
 
     /// Like [`BlockIndex::take_at`].
@@ -139,7 +146,7 @@ impl RegionIndex {
         let end = self.end_at(span.offset);
         let (index, at) = &mut self.ranges[end as usize];
         let id = index.take_at(Span { offset: span.offset - *at, ..span })?;
-        Some(BlockName::new(id, end))
+        Some(BlockName::new(id, end, self.region))
     }
 
     /// Like [`BlockIndex::release`].
@@ -199,7 +206,8 @@ impl RegionIndex {
     /// Like [`RegionIndex::blocks`], for one range.
     pub(crate) fn blocks_of(&self, end: End) -> impl Iterator<Item = (Span, Option<BlockName>)> {
         let (index, at) = &self.ranges[end as usize];
-        let named = move |id: BlockId| BlockName::new(id, end);
+        let region = self.region;
+        let named = move |id: BlockId| BlockName::new(id, end, region);
         index.blocks().map(move |(span, id)| (up(span, *at), id.map(named)))
     }
 
@@ -227,7 +235,8 @@ mod tests {
 
     #[test]
     fn small_blocks_have_a_range_of_their_own_and_go_among_the_large_when_it_is_full() {
-        let mut ranges = RegionIndex::new(span_for(64 * GRANULE, GRANULE), GRANULE);
+        let mut ranges =
+            RegionIndex::new(Region::Dynamic, span_for(64 * GRANULE, GRANULE), GRANULE);
         assert_eq!(ranges.large(), 64 * GRANULE);
         let wall = ranges.wall().expect("two ranges");
         let (mut above, mut below) = (0, 0);
@@ -243,7 +252,8 @@ mod tests {
 
     #[test]
     fn blocks_of_two_ranges_do_not_change_places() {
-        let mut ranges = RegionIndex::new(span_for(64 * GRANULE, GRANULE), GRANULE);
+        let mut ranges =
+            RegionIndex::new(Region::Dynamic, span_for(64 * GRANULE, GRANULE), GRANULE);
         let (small, _) = ranges.take(request(512, End::High), false, |_| 0).expect("room");
         let (large, _) = ranges.take(request(512, End::Low), false, |_| 0).expect("room");
         assert!(!ranges.exchange(small, large));
@@ -255,7 +265,7 @@ mod tests {
     #[test]
     fn a_few_granules_are_one_range() {
         assert_eq!(span_for(63 * GRANULE, GRANULE), 63 * GRANULE);
-        let mut ranges = RegionIndex::new(63 * GRANULE, GRANULE);
+        let mut ranges = RegionIndex::new(Region::Dynamic, 63 * GRANULE, GRANULE);
         assert_eq!((ranges.large(), ranges.wall()), (63 * GRANULE, None));
         let (_, span) = ranges.take(request(512, End::High), false, |_| 0).expect("room");
         assert_eq!(span.offset, 0);

@@ -485,7 +485,6 @@ impl RegionState {
     /// unless their block has its own setting. In host memory, kept contents stay in place.
     pub(crate) fn begin_suspend(
         &mut self,
-        region: Region,
         (usual, is_host): (Contents, bool),
         (granules_max, handles_max): (usize, usize),
     ) -> Vec<OutgoingRun> {
@@ -499,7 +498,7 @@ impl RegionState {
         }
         let mark = |(run, contents)| {
             self.begin_part(run);
-            OutgoingRun { place: self.placed_run(region, run), contents }
+            OutgoingRun { place: self.placed_run(run), contents }
         };
         outgoing.into_iter().map(mark).collect()
     }

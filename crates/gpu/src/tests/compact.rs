@@ -6,7 +6,6 @@ mod concurrent;
 
 use std::sync::Arc;
 
-use crate::state::event::RequestOrigin;
 use crate::state::region::AllocRequest;
 use crate::tests::Chance;
 use crate::{
@@ -416,15 +415,15 @@ fn aligned_blocks_stay_aligned() {
     let (arena, _) = fixed(ByteSize::mib(8));
     let inner = arena.inner();
     let request = |size, align| {
-        let origin = RequestOrigin::BUFFER;
-        let wanted = AllocRequest { size, align, requested: size, origin };
-        inner.alloc_block(Region::Dynamic, wanted, None).expect("room")
+        let (size, align) = (ByteSize::new(size), ByteSize::new(align));
+        let wanted = AllocRequest::new(Region::Dynamic, size, align).expect("not empty");
+        inner.alloc_block(wanted).expect("room")
     };
     // The gap begins 512 bytes after a multiple of 4 KiB.
     let first = request((1 << 20) + 512, 256);
     let (gone, block) = (request((1 << 20) + 512, 256), request(1 << 20, 4096));
     inner.run_now(|state| state.region_mut(Region::Dynamic).pins.pin(first.id));
-    inner.run_now(|state| state.release_after(Region::Dynamic, gone, &[]));
+    inner.run_now(|state| state.release_after(gone, &[]));
     let mut moves = 0;
     for options in [ALL, DYNAMIC] {
         let told = |moved: Moved| {
@@ -434,8 +433,8 @@ fn aligned_blocks_stay_aligned() {
         arena.compact(options, told).expect("no error");
     }
     assert_eq!(moves, 1);
-    inner.run_now(|state| state.release_after(Region::Dynamic, block, &[]));
-    inner.run_now(|state| state.release_after(Region::Dynamic, first, &[]));
+    inner.run_now(|state| state.release_after(block, &[]));
+    inner.run_now(|state| state.release_after(first, &[]));
     arena.validate();
 }
 

@@ -10,7 +10,7 @@ use super::*;
 use crate::driver::Driver as _;
 use crate::state::arena::ArenaState;
 use crate::state::pending::Dependencies;
-use crate::state::region::{AllocRequest, AllocTarget, Placement, Search};
+use crate::state::region::{AllocRequest, Placement, Search};
 use crate::state::segment::START;
 
 const DYNAMIC: Region = Region::Dynamic;
@@ -30,8 +30,7 @@ fn nearly_full(granules: u64) -> (DeviceArena, Arc<FaultInjectingDriver>, Buffer
 
 /// Places a block that waits for its memory.
 fn place(arena: &DeviceArena, size: ByteSize) -> Placement {
-    let wanted = AllocRequest::new(size, ALIGN).expect("not empty");
-    let target = AllocTarget { region: DYNAMIC, wanted, taker: None };
+    let target = AllocRequest::new(DYNAMIC, size, ALIGN).expect("not empty");
     let placed = arena.inner().run_now(|state| state.place(target, Search::Usual));
     placed.expect("room").0
 }
@@ -39,7 +38,7 @@ fn place(arena: &DeviceArena, size: ByteSize) -> Placement {
 /// Removes a placed block, as after a failed call.
 fn cancel(arena: &DeviceArena, placed: Placement) {
     let inner = arena.inner();
-    inner.run_now(|state| state.cancel_placement(DYNAMIC, placed, Dependencies::default()));
+    inner.run_now(|state| state.cancel_placement(placed, Dependencies::default()));
 }
 
 /// Places two blocks that wait for their memory, with this gap between them.

@@ -28,7 +28,7 @@ use crate::engine::{commit, completion, move_block, resume, stores, suspend};
 use crate::exec::reserve;
 use crate::state::arena::{ArenaState, CommitOptions};
 use crate::state::compact::plan::Move;
-use crate::state::region::{AllocRequest, AllocTarget, Placement, RegionState, Search};
+use crate::state::region::{AllocRequest, Placement, Search};
 use crate::state::streams::StreamKey;
 use crate::types::compact::CompactOptions;
 use lowtide_cuda_sim::{Order, Pattern, SimDriver, SimOptions, sample};
@@ -269,8 +269,8 @@ impl<'a> World<'a> {
         let size = ByteSize::new(1 + self.chance.below(1 << bits));
         let region = if self.one_in(8) { Region::Stable } else { Region::Dynamic };
         let lane = self.pick(self.lanes.len());
-        let wanted = AllocRequest::new(size, ByteSize::new(256)).expect("not empty");
-        let target = AllocTarget { region, wanted, taker: Some(self.lanes[lane].key) };
+        let wanted = AllocRequest::new(region, size, ByteSize::new(256)).expect("not empty");
+        let target = AllocRequest { taker: Some(self.lanes[lane].key), ..wanted };
         let begun = alloc::begin(self.state(), target);
         self.changes += 1;
         let block = move |placed| StepBlock { region, placed, lane, written: None };
@@ -281,7 +281,7 @@ impl<'a> World<'a> {
         if self.free_ports.is_empty() {
             // The first step needs the others.
             if let Begun::Placed(placed, claim) = begun {
-                self.state().cancel_placement(region, placed, claim);
+                self.state().cancel_placement(placed, claim);
             }
             return;
         }
@@ -302,7 +302,7 @@ impl<'a> World<'a> {
 
     fn free_block(&mut self, block: &StepBlock) {
         let key = self.lanes[block.lane].key;
-        self.state().release_after(block.region, block.placed, &[key]);
+        self.state().release_after(block.placed, &[key]);
         self.changes += 1;
     }
 
@@ -348,7 +348,7 @@ impl<'a> World<'a> {
         let block = self.blocks.swap_remove(nth);
         let size = 1 + self.chance.below(1 << 14);
         self.begin(|cx| async move {
-            let resized = alloc::resize_in_place(cx, block.region, block.placed, size).await;
+            let resized = alloc::resize_in_place(cx, block.placed, size).await;
             Ended::Resized(block, resized.ok().flatten())
         });
     }
@@ -502,9 +502,8 @@ pub(super) fn device(seed: u64, chance: &mut Chance, clock: &ManualClock) -> Sim
 /// Returns the state of a new arena.
 pub(super) fn state(sim: &SimDriver, clock: &ManualClock, config: &ArenaConfig) -> ArenaState {
     let segments = reserve::segments(sim, STEP_GRANULE, (config.reserve, None)).expect("addresses");
-    let regions = segments.map(RegionState::new);
     let of_driver = (sim.capabilities(), sim.backend());
-    ArenaState::new(regions, STEP_GRANULE, config, of_driver, Arc::new(clock.clone()))
+    ArenaState::new(segments, STEP_GRANULE, config, of_driver, Arc::new(clock.clone()))
 }
 
 /// Runs the schedule of a seed.
@@ -607,8 +606,8 @@ fn the_peak_of_committed_memory_counts_each_commit() {
     let sim = device(1, &mut Chance(1), &clock);
     let mut state =
         state(&sim, &clock, &ArenaConfig { reserve: ByteSize::kib(512), ..config(ByteSize::MAX) });
-    let wanted = AllocRequest::new(STEP_GRANULE, ByteSize::new(256)).expect("not empty");
-    let target = AllocTarget { region: Region::Dynamic, wanted, taker: None };
+    let target = AllocRequest::new(Region::Dynamic, STEP_GRANULE, ByteSize::new(256));
+    let target = target.expect("not empty");
     let (placed, _) = state.place(target, Search::Usual).expect("room");
     let options = CommitOptions { grow: false, large_handles: true };
     let runs = state.begin_commit(Region::Dynamic, placed.span, STEP_GRANULE.get(), options);

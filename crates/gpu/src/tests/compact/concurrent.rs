@@ -118,7 +118,7 @@ fn beside_a_move_others_allocate_and_free_the_moving_block_among_them() {
         driver.wait_until_held(1);
         let is_moving = |block: &Buffer<u64>| {
             let id = block.block_id().expect("not empty");
-            arena.inner().lock_state().moves.is_moving(Region::Dynamic, id)
+            arena.inner().lock_state().moves.is_moving(id)
         };
         let moving = blocks.iter().position(|(_, block)| is_moving(block)).expect("it is ours");
         // Neither call waits for the copy that is held.
