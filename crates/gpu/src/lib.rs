@@ -113,12 +113,11 @@ pub use api::raw::RawBlock;
 pub use driver::host::HostDriver;
 pub use map::RegionOccupancy;
 pub use pinned::{PinnedBuffer, PinnedConfig, PinnedCopy, PinnedKind, PinnedPool, PinnedSnapshot};
-pub use types::Region;
-pub use types::compact::{CompactOptions, CompactReport, DeviceCosts, Moved};
-pub use types::config::{ArenaConfig, Growth};
-pub use types::error::{Bound, DeviceError, DeviceErrorWith, Shortage};
-pub use types::sleep::{Contents, HostBudget, SleepConfig, SleepOptions, SleepReport, SleepState};
-pub use types::snapshot::{ArenaGlance, ArenaSnapshot, RegionSnapshot};
+pub use types::{
+    ArenaConfig, ArenaGlance, ArenaSnapshot, Bound, CompactOptions, CompactReport, Contents,
+    DeviceCosts, DeviceError, DeviceErrorWith, Growth, HostBudget, Moved, Region, RegionSnapshot,
+    Shortage, SleepConfig, SleepOptions, SleepReport, SleepState,
+};
 
 #[cfg(all(test, lowtide_loom))]
 mod models;

@@ -10,7 +10,7 @@
 
 use crate::api::arena::DeviceArena;
 use crate::index::Span;
-use crate::state::arena::ArenaState;
+use crate::state::ArenaState;
 use crate::types::Region;
 use lowtide_core::bytes::ByteSize;
 

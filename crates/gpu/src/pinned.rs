@@ -36,9 +36,8 @@ use self::pool::{PinnedBlock, PoolShared};
 use crate::api::raw::RawBlock;
 use crate::driver::HostMemory;
 use crate::exec::lane::DriverEvent;
-use crate::state::event::RequestOrigin;
-use crate::types::Region;
-use crate::types::error::DeviceError;
+use crate::state::RequestOrigin;
+use crate::types::{DeviceError, Region, Result};
 use lowtide_core::bytes::ByteSize;
 
 pub use self::config::{PinnedConfig, PinnedKind};
@@ -139,7 +138,7 @@ const _: fn() = || {
 };
 
 impl<T: Pod> PinnedBuffer<T> {
-    fn alloc(pool: &Arc<PoolShared>, len: usize) -> Result<Self, DeviceError> {
+    fn alloc(pool: &Arc<PoolShared>, len: usize) -> Result<Self> {
         Ok(Self::new(Arc::clone(pool), pool.alloc_block::<T>(len)?, len))
     }
 
@@ -186,7 +185,7 @@ impl<T: Pod> PinnedBuffer<T> {
     ///
     /// # Panics
     /// If the elements do not fit in the buffer from `start` on.
-    pub fn write_at(&mut self, start: usize, elements: &[T]) -> Result<(), DeviceError> {
+    pub fn write_at(&mut self, start: usize, elements: &[T]) -> Result<()> {
         self.check()?;
         self.elements_mut()[start..][..elements.len()].copy_from_slice(elements);
         Ok(())
@@ -199,7 +198,7 @@ impl<T: Pod> PinnedBuffer<T> {
     ///
     /// # Panics
     /// If the buffer has too few elements from `start` on.
-    pub fn read_at(&self, start: usize, into: &mut [T]) -> Result<(), DeviceError> {
+    pub fn read_at(&self, start: usize, into: &mut [T]) -> Result<()> {
         self.check()?;
         into.copy_from_slice(&self.elements()[start..][..into.len()]);
         Ok(())
@@ -209,7 +208,7 @@ impl<T: Pod> PinnedBuffer<T> {
     ///
     /// # Errors
     /// The errors of [`PinnedBuffer::write_at`].
-    pub fn fill(&mut self, value: T) -> Result<(), DeviceError> {
+    pub fn fill(&mut self, value: T) -> Result<()> {
         self.check()?;
         self.elements_mut().fill(value);
         Ok(())
@@ -219,7 +218,7 @@ impl<T: Pod> PinnedBuffer<T> {
     ///
     /// # Errors
     /// The errors of [`PinnedBuffer::write_at`].
-    pub fn to_vec(&self) -> Result<Vec<T>, DeviceError> {
+    pub fn to_vec(&self) -> Result<Vec<T>> {
         self.check()?;
         Ok(self.elements().to_vec())
     }
@@ -233,7 +232,7 @@ impl<T: Pod> PinnedBuffer<T> {
     ///
     /// # Errors
     /// The errors of [`PinnedBuffer::write_at`].
-    pub unsafe fn as_slice(&self) -> Result<&[T], DeviceError> {
+    pub unsafe fn as_slice(&self) -> Result<&[T]> {
         self.check()?;
         Ok(self.elements())
     }
@@ -246,7 +245,7 @@ impl<T: Pod> PinnedBuffer<T> {
     ///
     /// # Errors
     /// The errors of [`PinnedBuffer::write_at`].
-    pub unsafe fn as_mut_slice(&mut self) -> Result<&mut [T], DeviceError> {
+    pub unsafe fn as_mut_slice(&mut self) -> Result<&mut [T]> {
         self.check()?;
         Ok(self.elements_mut())
     }
@@ -259,7 +258,7 @@ impl<T: Pod> PinnedBuffer<T> {
     /// # Errors
     /// The errors of [`PinnedPool::alloc`] and [`PinnedBuffer::write_at`]; the buffer is then
     /// unchanged.
-    pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
+    pub fn resize(&mut self, len: usize) -> Result<()> {
         self.check()?;
         let arena = &self.pool.arena;
         let (bytes, _) =
@@ -285,14 +284,14 @@ impl<T: Pod> PinnedBuffer<T> {
     /// # Errors
     /// The errors of [`PinnedPool::maintain`]; the buffer is freed nevertheless, except in a forked
     /// child.
-    pub fn free(self) -> Result<ByteSize, DeviceError> {
+    pub fn free(self) -> Result<ByteSize> {
         let pool = Arc::clone(&self.pool);
         drop(self);
         pool.maintain()
     }
 
     /// Fails in a forked child, and while a device may be using the elements.
-    fn check(&self) -> Result<(), DeviceError> {
+    fn check(&self) -> Result<()> {
         self.pool.check_here()?;
         match self.device_use {
             DeviceUse::None => Ok(()),

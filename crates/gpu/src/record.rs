@@ -14,13 +14,12 @@ use std::sync::{Arc, PoisonError};
 
 use crate::driver::{Backend, DeviceAddress};
 use crate::types::config::{ArenaConfig, decay_nanos};
-use crate::types::error::DeviceError;
-use lowtide_core::bytes::ByteSize;
+use crate::types::{DeviceError, Result};
 use lowtide_core::clock::{Clock, Moment};
 use lowtide_core::fork::Birth;
-use lowtide_core::log;
 use lowtide_core::sync::atomic::{AtomicUsize, Ordering};
 use lowtide_core::sync::{Mutex, MutexGuard, caught, lock, try_lock};
+use lowtide_core::{ByteSize, log};
 
 /// The maximum number of bytes that wait for the sink. Reached only if the sink itself uses the
 /// arena, because a thread that finds [`WAIT_FROM`] waits for the sink.
@@ -143,7 +142,7 @@ impl Recorder {
     ///
     /// # Errors
     /// The error of [`Recorder::error`].
-    pub fn flush(&self) -> Result<(), DeviceError> {
+    pub fn flush(&self) -> Result<()> {
         if self.inner.is_writing() {
             return Ok(());
         }
@@ -158,7 +157,7 @@ impl Recorder {
     ///
     /// # Errors
     /// The error of [`Recorder::error`].
-    pub fn finish(&self) -> Result<(), DeviceError> {
+    pub fn finish(&self) -> Result<()> {
         if let Some(mut lines) = self.lines() {
             lines.end();
         }
@@ -214,7 +213,7 @@ impl Recording {
         backend: Backend,
         clock: &dyn Clock,
         granule: ByteSize,
-    ) -> Result<Option<Self>, DeviceError> {
+    ) -> Result<Option<Self>> {
         let Some(recorder) = &config.recorder else { return Ok(None) };
         // Before the recorder's lock is taken: the clock may be the program's own.
         let (since_epoch, now) = (u64::try_from(clock.since_epoch().as_nanos()), clock.now());

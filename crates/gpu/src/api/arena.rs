@@ -24,17 +24,15 @@ use crate::exec::reserve;
 use crate::exec::thread_cache::{BlockHandle, BlockList, CacheKey, CacheShard, CacheShards};
 use crate::index::ALIGN;
 use crate::record::Recording;
-use crate::state::arena::ArenaState;
 use crate::state::event::{RequestOrigin, requested};
-use crate::state::region::{AllocRequest, Region};
-use crate::types::compact::DeviceCosts;
-use crate::types::config::ArenaConfig;
-use crate::types::error::{DeviceError, Shortage};
-use crate::types::snapshot::{ArenaGlance, ArenaSnapshot, RegionSnapshot};
+use crate::state::{AllocRequest, ArenaState};
+use crate::types::{
+    ArenaConfig, ArenaGlance, ArenaSnapshot, DeviceCosts, DeviceError, Region, RegionSnapshot,
+    Result, Shortage,
+};
 use bytemuck::Pod;
-use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
-use lowtide_core::log;
+use lowtide_core::{ByteSize, log};
 
 /// A device arena. A cheap handle: clones refer to the same arena.
 ///
@@ -76,7 +74,7 @@ impl DeviceArena {
         driver: Arc<dyn Driver>,
         clock: Arc<dyn Clock>,
         mut config: ArenaConfig,
-    ) -> Result<Self, DeviceError> {
+    ) -> Result<Self> {
         let capabilities = driver.capabilities();
         let granule = config.granule.unwrap_or(capabilities.granularity);
         check_driver(&*driver, granule)?;
@@ -130,7 +128,7 @@ impl DeviceArena {
     /// [`DeviceError::OutOfAddresses`], [`DeviceError::TooLarge`], [`DeviceError::Alignment`],
     /// [`DeviceError::Driver`], [`DeviceError::Closed`], [`DeviceError::Forked`]. The arena stays
     /// usable after each.
-    pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
+    pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>> {
         self.alloc_for(None, len, region)
     }
 
@@ -141,7 +139,7 @@ impl DeviceArena {
         lane: Option<&Arc<LaneInner>>,
         len: usize,
         region: Region,
-    ) -> Result<Buffer<T>, DeviceError> {
+    ) -> Result<Buffer<T>> {
         let origin =
             RequestOrigin { lane: lane.and_then(|lane| lane.number), ..RequestOrigin::BUFFER };
         let (bytes, align) = self.inner.layout::<T>(len, None, region, origin)?;
@@ -149,7 +147,7 @@ impl DeviceArena {
         let wanted = AllocRequest::new(region, bytes, align);
         let wanted = wanted.map(|of| AllocRequest { origin, taker, ..of });
         let shard = lane.map_or_else(|| Some(self.shards.here()), |lane| lane.shard.as_ref());
-        if let (Some(wanted), Some(shard)) = (wanted, shard)
+        if let (Some(wanted), Some(shard)) = (&wanted, shard)
             && let Some(mut owned) = self.kept(shard, wanted)
         {
             lane.into_iter().for_each(|lane| owned.lanes.add(Arc::clone(lane)));
@@ -166,7 +164,7 @@ impl DeviceArena {
         lane: Option<&Arc<LaneInner>>,
         len: usize,
         region: Region,
-    ) -> Result<Buffer<T>, DeviceError> {
+    ) -> Result<Buffer<T>> {
         let shard = lane.and_then(|lane| lane.shard.as_ref()).unwrap_or_else(|| self.shards.here());
         let shard = Arc::clone(shard);
         let block = wanted.map(|wanted| self.inner.alloc_block(wanted)).transpose()?;
@@ -185,7 +183,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// The errors of [`DeviceArena::alloc`].
-    pub fn reserve<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
+    pub fn reserve<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>> {
         let origin = RequestOrigin::RESERVE;
         let (bytes, _) = self.inner.layout::<T>(len, None, region, origin)?;
         let granule = self.inner.granule;
@@ -207,7 +205,7 @@ impl DeviceArena {
     /// # Errors
     /// The errors of [`DeviceArena::alloc`]; [`DeviceError::Unsupported`] on a driver without host
     /// access, [`DeviceError::TooManyLeases`].
-    pub fn alloc_from<T: Pod>(&self, data: &[T], region: Region) -> Result<Buffer<T>, DeviceError> {
+    pub fn alloc_from<T: Pod>(&self, data: &[T], region: Region) -> Result<Buffer<T>> {
         self.inner.check_host_access()?;
         let lease = self.enter()?;
         let mut buffer = self.alloc(data.len(), region)?;
@@ -228,7 +226,7 @@ impl DeviceArena {
     /// # Errors
     /// The errors of [`DeviceArena::wake`] if it sleeps; [`DeviceError::TooManyLeases`],
     /// [`DeviceError::Closed`], [`DeviceError::Forked`].
-    pub fn enter(&self) -> Result<Lease, DeviceError> {
+    pub fn enter(&self) -> Result<Lease> {
         Lease::of(&self.inner, Vec::new())
     }
 
@@ -290,7 +288,7 @@ impl DeviceArena {
     /// [`DeviceError::LiveBlocks`] and [`DeviceError::ImportedHeld`]: the arena stays open.
     /// [`DeviceError::Driver`] if the driver did not release everything: the arena is closed.
     /// [`DeviceError::Forked`].
-    pub fn close(&self) -> Result<(), DeviceError> {
+    pub fn close(&self) -> Result<()> {
         let inner = &self.inner;
         inner.check_here()?;
         let was_open = inner.close();
@@ -326,7 +324,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// [`DeviceError::Forked`].
-    pub fn reset(&self) -> Result<ByteSize, DeviceError> {
+    pub fn reset(&self) -> Result<ByteSize> {
         let (bytes, left) = self.inner.run_here(raw_block::reset)?;
         self.inner.end_streams(&left);
         Ok(bytes)
@@ -410,7 +408,7 @@ impl DeviceArena {
 
     /// Returns a block from a cache, if the cache has one.
     #[inline]
-    fn kept(&self, shard: &CacheShard, wanted: AllocRequest) -> Option<Box<BlockHandle>> {
+    fn kept(&self, shard: &CacheShard, wanted: &AllocRequest) -> Option<Box<BlockHandle>> {
         // Blocks with larger alignments have an entry in the arena's metadata.
         if wanted.size > shard.room() || wanted.align > ALIGN {
             return None;
@@ -429,7 +427,7 @@ impl DeviceArena {
 }
 
 /// Checks that the driver's capabilities are consistent, and that the granule fits the driver.
-fn check_driver(driver: &dyn Driver, granule: ByteSize) -> Result<(), DeviceError> {
+fn check_driver(driver: &dyn Driver, granule: ByteSize) -> Result<()> {
     let capabilities = driver.capabilities();
     let granularity = capabilities.granularity;
     for (offered, what) in [
@@ -466,7 +464,7 @@ impl ArenaInner {
         align: Option<ByteSize>,
         region: Region,
         origin: RequestOrigin,
-    ) -> Result<(ByteSize, ByteSize), DeviceError> {
+    ) -> Result<(ByteSize, ByteSize)> {
         self.check_open()?;
         let element = ByteSize::of(size_of::<T>());
         let align = align.unwrap_or(ByteSize::of(align_of::<T>()));
@@ -481,7 +479,7 @@ impl ArenaInner {
                 let (size, align) = (bytes.unwrap_or(ByteSize::MAX).get(), align.get());
                 let (requested, taker) = (size, None);
                 let request = AllocRequest { region, size, align, requested, origin, taker };
-                self.refuse_too_large(request);
+                self.refuse_too_large(&request);
                 Err(DeviceError::TooLarge { len, element, largest })
             }
         }
@@ -489,7 +487,7 @@ impl ArenaInner {
 
     /// Counts a block that is larger than its region.
     #[cold]
-    fn refuse_too_large(&self, request: AllocRequest) {
+    fn refuse_too_large(&self, request: &AllocRequest) {
         self.run_now(|state| {
             state.totals.alloc_failures_addresses_total += 1;
             state

@@ -24,11 +24,8 @@ use crate::engine::alloc::copy_to;
 use crate::engine::move_block::resolve;
 use crate::exec::inner::ArenaInner;
 use crate::exec::thread_cache::{BlockHandle, BlockPlace};
-use crate::state::arena::ArenaState;
-use crate::state::event::RequestOrigin;
-use crate::state::region::{AllocRequest, Placement, Region};
-use crate::types::error::DeviceError;
-use crate::types::sleep::Contents;
+use crate::state::{AllocRequest, ArenaState, Placement, RequestOrigin};
+use crate::types::{Contents, DeviceError, Region, Result};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::atomic::Ordering;
 
@@ -100,7 +97,7 @@ impl<T: Pod> Buffer<T> {
     ///
     /// # Errors
     /// The errors of [`DeviceArena::enter`](crate::DeviceArena::enter).
-    pub fn enter(&self) -> Result<Lease, DeviceError> {
+    pub fn enter(&self) -> Result<Lease> {
         Lease::of(self.inner(), Vec::new())
     }
 
@@ -110,7 +107,7 @@ impl<T: Pod> Buffer<T> {
     /// [`DeviceError::Unsupported`] on a driver without host access, [`DeviceError::ForeignLease`]
     /// for a lease of another arena, [`DeviceError::Forked`]; [`DeviceError::ContentsLost`], until
     /// it is resized to zero elements.
-    pub fn slice<'a>(&'a self, lease: &'a Lease) -> Result<&'a [T], DeviceError> {
+    pub fn slice<'a>(&'a self, lease: &'a Lease) -> Result<&'a [T]> {
         let start = self.start(lease)?;
         // SAFETY: `start` is aligned for T (asserted in `pointer`, or dangling and aligned if there
         // are no bytes) and has the provenance of the driver's whole reservation
@@ -132,7 +129,7 @@ impl<T: Pod> Buffer<T> {
     ///
     /// # Errors
     /// The errors of [`Buffer::slice`].
-    pub fn slice_mut<'a>(&'a mut self, lease: &'a Lease) -> Result<&'a mut [T], DeviceError> {
+    pub fn slice_mut<'a>(&'a mut self, lease: &'a Lease) -> Result<&'a mut [T]> {
         let start = self.start(lease)?;
         // SAFETY: as in `slice`; `&mut self` is borrowed for as long as the slice lives, so that
         // no other slice of this block exists. The granules are committed for writing too. Any
@@ -150,7 +147,7 @@ impl<T: Pod> Buffer<T> {
     /// The errors of [`DeviceArena::alloc`](crate::DeviceArena::alloc); [`DeviceError::Driver`] if
     /// the copy fails; [`DeviceError::ContentsLost`]; [`DeviceError::Unsupported`] if a view of the
     /// buffer was given to a stream that captured a graph. The buffer is unchanged.
-    pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
+    pub fn resize(&mut self, len: usize) -> Result<()> {
         #[cfg(feature = "cuda")]
         self.check_uncaptured()?;
         let inner = self.inner();
@@ -188,7 +185,7 @@ impl<T: Pod> Buffer<T> {
     ///
     /// # Errors
     /// [`DeviceError::Forked`].
-    pub fn pin(&self) -> Result<BlockPin, DeviceError> {
+    pub fn pin(&self) -> Result<BlockPin> {
         self.inner().check_here()?;
         Ok(BlockPin::new(self.inner(), self.owned.block.map(|block| block.id)))
     }
@@ -202,7 +199,7 @@ impl<T: Pod> Buffer<T> {
     ///
     /// # Errors
     /// [`DeviceError::ForeignLease`], [`DeviceError::ContentsLost`], [`DeviceError::Forked`].
-    pub fn address(&self, lease: &Lease) -> Result<Option<DeviceAddress>, DeviceError> {
+    pub fn address(&self, lease: &Lease) -> Result<Option<DeviceAddress>> {
         lease.check_of(self.inner())?;
         let Some(block) = self.owned.block else { return Ok(None) };
         self.owned.place.get(self.inner(), block).map(Some)
@@ -213,7 +210,7 @@ impl<T: Pod> Buffer<T> {
     ///
     /// # Errors
     /// [`DeviceError::ForeignLane`] for a lane of another arena, [`DeviceError::Forked`].
-    pub fn record_use(&mut self, lane: &Lane) -> Result<(), DeviceError> {
+    pub fn record_use(&mut self, lane: &Lane) -> Result<()> {
         lane.check_of(self.inner())?;
         let known = lane.known();
         // Buffers without a lane already wait for all device work.
@@ -229,7 +226,7 @@ impl<T: Pod> Buffer<T> {
     ///
     /// # Errors
     /// [`DeviceError::Forked`].
-    pub fn set_contents(&mut self, contents: Option<Contents>) -> Result<(), DeviceError> {
+    pub fn set_contents(&mut self, contents: Option<Contents>) -> Result<()> {
         self.inner().check_here()?;
         let region = self.region();
         let BlockHandle { shard, block, .. } = &mut **self.owned;
@@ -278,7 +275,7 @@ impl<T: Pod> Buffer<T> {
 
     /// Fails if a graph may have captured the buffer: its memory must stay as it is.
     #[cfg(feature = "cuda")]
-    fn check_uncaptured(&mut self) -> Result<(), DeviceError> {
+    fn check_uncaptured(&mut self) -> Result<()> {
         let BlockHandle { lanes, view, .. } = &mut **self.owned;
         if !view.is_captured(|| lanes.is_any_capturing()) {
             return Ok(());
@@ -288,7 +285,7 @@ impl<T: Pod> Buffer<T> {
     }
 
     /// Returns the pointer to the elements, for a holder of this arena's lease.
-    fn start(&self, lease: &Lease) -> Result<NonNull<T>, DeviceError> {
+    fn start(&self, lease: &Lease) -> Result<NonNull<T>> {
         lease.check_of(self.inner())?;
         self.inner().check_host_access()?;
         let Some(block) = self.owned.block else { return Ok(NonNull::dangling()) };
@@ -308,7 +305,7 @@ impl BlockPlace {
     /// held, and the lease was granted under the lock that counted the last move. So all concurrent
     /// callers read the same count and store the same address, and a thread that reads that count
     /// from `moves` reads the address stored before it.
-    fn get(&self, inner: &ArenaInner, block: Placement) -> Result<DeviceAddress, DeviceError> {
+    fn get(&self, inner: &ArenaInner, block: Placement) -> Result<DeviceAddress> {
         let moves = inner.executor.moves(block.region());
         if self.moves.load(Ordering::Acquire) == moves {
             return Ok(DeviceAddress::new(self.at.load(Ordering::Relaxed)));

@@ -12,7 +12,6 @@
 //! Invariants: `moved <= budget`; no block moves while a lease is held; a pinned block does not
 //! move.
 
-use lowtide_core::log;
 use std::sync::Arc;
 
 use crate::api::arena::DeviceArena;
@@ -21,13 +20,12 @@ use crate::engine::move_block::{
 };
 use crate::exec::inner::ArenaInner;
 use crate::state::compact::plan::{PASSES_MAX, first_batch};
-use crate::state::region_index::BlockName;
-use crate::state::streams::StreamKey;
-use crate::types::Region;
-use crate::types::compact::{CompactOptions, CompactReport, Moved};
-use crate::types::error::{DeviceError, DeviceErrorWith};
-use lowtide_core::bytes::ByteSize;
+use crate::state::{BlockName, StreamKey};
+use crate::types::{
+    CompactOptions, CompactReport, DeviceError, DeviceErrorWith, Moved, Region, Result,
+};
 use lowtide_core::sync::caught;
+use lowtide_core::{ByteSize, log};
 
 /// Prevents moves of one block in device memory; from [`Buffer::pin`](crate::Buffer::pin). (Not
 /// page-locked host memory, which is [`PinnedPool`](crate::PinnedPool).)
@@ -71,7 +69,7 @@ impl Drop for BlockPin {
             if let Some(bytes) = self.exported {
                 state.outstanding.exported_count -= 1;
                 state.outstanding.exported_bytes -= bytes;
-                state.sleep.left_at = state.sleep.left_at.max(self.inner.clock.now());
+                state.sleep.left_at = state.sleep.left_at.max(self.inner.executor.clock.now());
                 if state.capabilities.asynchronous {
                     state.sleep.used.insert(StreamKey::CONTEXT);
                 }
@@ -164,7 +162,7 @@ impl DeviceArena {
         options: CompactOptions,
         done: &mut CompactReport,
         moved: &mut impl FnMut(Moved),
-    ) -> Result<(), DeviceError> {
+    ) -> Result<()> {
         let inner = self.inner();
         inner.check_here()?;
         let Some(_turn) = CompactionTurn::take(inner) else {
@@ -211,7 +209,7 @@ fn make_moves(
     options: CompactOptions,
     done: &mut CompactReport,
     moved: &mut impl FnMut(Moved),
-) -> Result<(), DeviceError> {
+) -> Result<()> {
     let (layout, mut names, limit) = inner.run_now(|state| {
         (Layout::of(state, options), names(state, options.region), batch_limit(state))
     });
@@ -259,7 +257,7 @@ fn report(
     region: Region,
     outcome: &BatchOutcome,
     moved: &mut impl FnMut(Moved),
-) -> Result<(), DeviceError> {
+) -> Result<()> {
     let mut panicked = Ok(());
     for &MovedBlock { made, from, to, .. } in outcome.moved.iter().filter(|it| !it.is_freed) {
         let size = ByteSize::new(made.size);

@@ -20,8 +20,8 @@ use crate::driver::DeviceAddress;
 use crate::engine::{completion, import};
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::LaneInner;
-use crate::state::outstanding::Release;
-use crate::types::error::{DeviceError, DeviceErrorWith};
+use crate::state::Release;
+use crate::types::{DeviceError, DeviceErrorWith, Result};
 use bytemuck::Pod;
 use lowtide_core::bytes::ByteSize;
 
@@ -91,7 +91,7 @@ impl<T: Pod> Buffer<T> {
         }
     }
 
-    fn begin_export(&mut self) -> Result<(BlockPin, DeviceAddress), DeviceError> {
+    fn begin_export(&mut self) -> Result<(BlockPin, DeviceAddress)> {
         // While the lease is held the arena is awake and no block moves. When it is dropped, the
         // export is recorded.
         let lease = self.enter()?;
@@ -132,7 +132,7 @@ impl Lease {
     ///
     /// # Errors
     /// `ForeignLease`, `Forked`.
-    pub(crate) fn check_of(&self, inner: &Arc<ArenaInner>) -> Result<(), DeviceError> {
+    pub(crate) fn check_of(&self, inner: &Arc<ArenaInner>) -> Result<()> {
         inner.check_here()?;
         if Arc::ptr_eq(inner, &self.arena) {
             return Ok(());
@@ -237,7 +237,7 @@ impl DeviceArena {
         at: DeviceAddress,
         len: usize,
         release: impl FnOnce(DeviceAddress, ByteSize) + Send + 'static,
-    ) -> Result<Imported<T>, DeviceError> {
+    ) -> Result<Imported<T>> {
         self.inner().import(at, len, Box::new(release), None)
     }
 }
@@ -273,7 +273,7 @@ impl Lane {
         at: DeviceAddress,
         len: usize,
         release: impl FnOnce(DeviceAddress, ByteSize) + Send + 'static,
-    ) -> Result<Imported<T>, DeviceError> {
+    ) -> Result<Imported<T>> {
         let lane = Some(Arc::clone(self.known()));
         self.arena().inner().import(at, len, Box::new(release), lane)
     }
@@ -298,7 +298,7 @@ impl<T: Pod> Imported<T> {
     ///
     /// # Errors
     /// [`DeviceError::ForeignLease`], [`DeviceError::Forked`].
-    pub fn address(&self, lease: &Lease) -> Result<DeviceAddress, DeviceError> {
+    pub fn address(&self, lease: &Lease) -> Result<DeviceAddress> {
         lease.check_of(&self.inner)?;
         Ok(self.at)
     }
@@ -308,7 +308,7 @@ impl<T: Pod> Imported<T> {
     /// # Errors
     /// [`DeviceError::Unsupported`] on a driver without host access, [`DeviceError::ForeignLease`],
     /// [`DeviceError::Forked`].
-    pub fn slice<'a>(&'a self, lease: &'a Lease) -> Result<&'a [T], DeviceError> {
+    pub fn slice<'a>(&'a self, lease: &'a Lease) -> Result<&'a [T]> {
         let start = self.start(lease)?;
         // SAFETY: `DeviceArena::import`'s caller guarantees `len` elements at an address that was
         // checked (not null, aligned, its end below `isize::MAX`), in memory of this process with
@@ -323,7 +323,7 @@ impl<T: Pod> Imported<T> {
     ///
     /// # Errors
     /// The errors of [`Imported::slice`].
-    pub fn slice_mut<'a>(&'a mut self, lease: &'a Lease) -> Result<&'a mut [T], DeviceError> {
+    pub fn slice_mut<'a>(&'a mut self, lease: &'a Lease) -> Result<&'a mut [T]> {
         let start = self.start(lease)?;
         // SAFETY: as in `slice`; `&mut self` is borrowed for as long as the slice lives, so that
         // no other slice of it exists, and the contract of `import` keeps others from reading.
@@ -338,7 +338,7 @@ impl<T: Pod> Imported<T> {
     /// [`DeviceError::Capturing`] while a stream of a lane captures a graph,
     /// [`DeviceError::Driver`]: the value is dropped, and its release is still scheduled.
     /// [`DeviceError::Forked`] in a forked child.
-    pub fn release(self) -> Result<(), DeviceError> {
+    pub fn release(self) -> Result<()> {
         let inner = Arc::clone(&self.inner);
         drop(self);
         inner.check_here()?;
@@ -350,7 +350,7 @@ impl<T: Pod> Imported<T> {
         Ok(())
     }
 
-    fn start(&self, lease: &Lease) -> Result<NonNull<T>, DeviceError> {
+    fn start(&self, lease: &Lease) -> Result<NonNull<T>> {
         lease.check_of(&self.inner)?;
         self.inner.check_host_access()?;
         let at = usize::try_from(self.at.get()).unwrap_or(0);
@@ -381,7 +381,7 @@ impl ArenaInner {
         len: usize,
         release: Release,
         lane: Option<Arc<LaneInner>>,
-    ) -> Result<Imported<T>, DeviceError> {
+    ) -> Result<Imported<T>> {
         self.check_open()?;
         let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| isize::try_from(bytes).is_ok());
         let size = bytes.map_or(ByteSize::MAX, ByteSize::of);

@@ -16,9 +16,8 @@ use crate::engine::completion::mark_end;
 use crate::engine::resume::{enter, try_enter};
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::{Keeps, LaneInner};
-use crate::state::streams::StreamKey;
-use crate::types::Region;
-use crate::types::error::DeviceError;
+use crate::state::StreamKey;
+use crate::types::{DeviceError, Region, Result};
 use bytemuck::Pod;
 #[cfg(feature = "cuda")]
 use lowtide_core::sync::atomic::{AtomicBool, Ordering};
@@ -97,7 +96,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// [`DeviceError::Closed`], [`DeviceError::Forked`].
-    pub unsafe fn lane(&self, stream: StreamHandle) -> Result<Lane, DeviceError> {
+    pub unsafe fn lane(&self, stream: StreamHandle) -> Result<Lane> {
         // SAFETY: the contract of this function.
         unsafe { self.lane_with(stream, Keeps::Others) }
     }
@@ -109,11 +108,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// The errors of [`DeviceArena::lane`].
-    pub(crate) unsafe fn lane_with(
-        &self,
-        stream: StreamHandle,
-        keeps: Keeps,
-    ) -> Result<Lane, DeviceError> {
+    pub(crate) unsafe fn lane_with(&self, stream: StreamHandle, keeps: Keeps) -> Result<Lane> {
         let inner = self.inner();
         inner.check_open()?;
         // SAFETY: the contract of this function.
@@ -155,7 +150,7 @@ impl Lane {
     ///
     /// # Errors
     /// The errors of [`DeviceArena::alloc`].
-    pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
+    pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>> {
         match (self.known.key, self.known.number) {
             (None, None) => self.arena.alloc(len, region),
             _ => self.arena.alloc_for(Some(&self.known), len, region),
@@ -168,7 +163,7 @@ impl Lane {
     ///
     /// # Errors
     /// The errors of [`DeviceArena::enter`].
-    pub fn enter(&self) -> Result<Lease, DeviceError> {
+    pub fn enter(&self) -> Result<Lease> {
         Lease::of(self.arena.inner(), vec![Arc::clone(&self.known)])
     }
 
@@ -179,7 +174,7 @@ impl Lane {
     /// # Errors
     /// [`DeviceError::Driver`], with code 900 while the stream captures a graph;
     /// [`DeviceError::Forked`].
-    pub fn end_run(&self) -> Result<(), DeviceError> {
+    pub fn end_run(&self) -> Result<()> {
         let inner = self.arena.inner();
         inner.check_here()?;
         // Cached blocks were freed before the mark.
@@ -200,7 +195,7 @@ impl Lane {
     ///
     /// # Errors
     /// `ForeignLane`, `Forked`.
-    pub(crate) fn check_of(&self, inner: &Arc<ArenaInner>) -> Result<(), DeviceError> {
+    pub(crate) fn check_of(&self, inner: &Arc<ArenaInner>) -> Result<()> {
         inner.check_here()?;
         if Arc::ptr_eq(inner, self.arena.inner()) {
             return Ok(());
@@ -261,10 +256,7 @@ impl Lease {
     /// Creates a lease for the streams of these lanes, or for any if there are none. Wakes the arena
     /// if it sleeps. Waits for the end of a move in progress; no other starts while the lease is
     /// held.
-    pub(crate) fn of(
-        arena: &Arc<ArenaInner>,
-        lanes: Vec<Arc<LaneInner>>,
-    ) -> Result<Self, DeviceError> {
+    pub(crate) fn of(arena: &Arc<ArenaInner>, lanes: Vec<Arc<LaneInner>>) -> Result<Self> {
         arena.check_open()?;
         arena.run(enter)?;
         Ok(Self::new(arena, lanes))
@@ -272,7 +264,7 @@ impl Lease {
 
     /// Creates a lease of an arena that is awake; returns `None` if it sleeps. Also waits for a
     /// move in progress.
-    pub(crate) fn try_of(arena: &Arc<ArenaInner>) -> Result<Option<Self>, DeviceError> {
+    pub(crate) fn try_of(arena: &Arc<ArenaInner>) -> Result<Option<Self>> {
         Ok(arena.run(try_enter)?.then(|| Self::new(arena, Vec::new())))
     }
 
@@ -308,7 +300,7 @@ impl Lease {
     ///
     /// # Errors
     /// [`DeviceError::ForeignLane`], [`DeviceError::Forked`].
-    pub fn record_use(&mut self, lane: &Lane) -> Result<(), DeviceError> {
+    pub fn record_use(&mut self, lane: &Lane) -> Result<()> {
         lane.check_of(&self.arena)?;
         if self.lanes.iter().all(|known| known.key != lane.known().key) {
             self.lanes.push(Arc::clone(lane.known()));

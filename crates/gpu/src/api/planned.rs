@@ -13,9 +13,7 @@ use crate::api::buffer::Buffer;
 use crate::api::lane::Lease;
 use crate::driver::DeviceAddress;
 use crate::plan::{BufferId, Plan, PlannedPlace};
-use crate::types::Region;
-use crate::types::error::DeviceError;
-use crate::types::sleep::Contents;
+use crate::types::{Contents, DeviceError, Region, Result};
 use lowtide_core::bytes::ByteSize;
 
 /// The memory of a [`Plan`] in an arena, freed on drop.
@@ -67,7 +65,7 @@ impl DeviceArena {
     /// # Errors
     /// The errors of [`DeviceArena::reserve`]; [`DeviceError::Unsupported`] if the plan has an
     /// alignment larger than a granule.
-    pub fn reserve_plan(&self, plan: &Plan, region: Region) -> Result<PlannedMemory, DeviceError> {
+    pub fn reserve_plan(&self, plan: &Plan, region: Region) -> Result<PlannedMemory> {
         let mut memory = PlannedMemory {
             arena: self.clone(),
             region,
@@ -90,7 +88,7 @@ impl PlannedMemory {
     ///
     /// # Errors
     /// The errors of [`DeviceArena::reserve_plan`]; the plan is then unchanged.
-    pub fn refit(&mut self, plan: &Plan) -> Result<(), DeviceError> {
+    pub fn refit(&mut self, plan: &Plan) -> Result<()> {
         let granule = self.arena.inner().granule;
         if !granule.get().is_multiple_of(plan.align()) {
             let (what, backend) = ("alignments larger than a granule", self.arena.backend());
@@ -110,7 +108,7 @@ impl PlannedMemory {
     ///
     /// # Errors
     /// The errors of [`DeviceArena::reserve`]; nothing is changed then.
-    pub fn reserve(&mut self, segments: &[ByteSize]) -> Result<(), DeviceError> {
+    pub fn reserve(&mut self, segments: &[ByteSize]) -> Result<()> {
         let mut larger = Vec::new();
         for (at, size) in segments.iter().enumerate() {
             if self.segments.get(at).is_none_or(|segment| segment.bytes() < *size) {
@@ -135,7 +133,7 @@ impl PlannedMemory {
     /// # Errors
     /// The errors of [`DeviceArena::reserve`], if there is no room for a smaller segment in
     /// addition to the old one; the plan stays served, with some segments smaller.
-    pub fn shrink(&mut self) -> Result<ByteSize, DeviceError> {
+    pub fn shrink(&mut self) -> Result<ByteSize> {
         let before = self.bytes();
         self.segments.truncate(self.needed.len());
         self.bases.truncate(self.needed.len().max(1));
@@ -153,7 +151,7 @@ impl PlannedMemory {
     ///
     /// # Errors
     /// The errors of [`Buffer::set_contents`].
-    pub fn set_contents(&mut self, contents: Option<Contents>) -> Result<(), DeviceError> {
+    pub fn set_contents(&mut self, contents: Option<Contents>) -> Result<()> {
         for segment in &mut self.segments {
             segment.set_contents(contents)?;
         }
@@ -162,7 +160,7 @@ impl PlannedMemory {
     }
 
     /// Allocates a block on its own granules.
-    fn segment(&self, size: ByteSize) -> Result<Buffer<u8>, DeviceError> {
+    fn segment(&self, size: ByteSize) -> Result<Buffer<u8>> {
         let length = size.as_usize().unwrap_or(usize::MAX);
         let mut segment = self.arena.reserve::<u8>(length, self.region)?;
         if self.contents.is_some() {
@@ -186,7 +184,7 @@ impl PlannedMemory {
     pub fn addresses<'a>(
         &'a mut self,
         lease: &'a Lease,
-    ) -> Result<impl Fn(BufferId) -> Option<DeviceAddress> + Copy + use<'a>, DeviceError> {
+    ) -> Result<impl Fn(BufferId) -> Option<DeviceAddress> + Copy + use<'a>> {
         for (base, segment) in self.bases.iter_mut().zip(&self.segments) {
             *base = segment.address(lease)?.map_or(0, DeviceAddress::get);
         }
@@ -206,12 +204,7 @@ impl PlannedMemory {
     /// # Panics
     /// If the id is not of the plan's problem or belongs to caller-provided memory, or if `size`
     /// exceeds the segment.
-    pub fn slice<'a>(
-        &'a self,
-        lease: &'a Lease,
-        id: BufferId,
-        size: ByteSize,
-    ) -> Result<&'a [u8], DeviceError> {
+    pub fn slice<'a>(&'a self, lease: &'a Lease, id: BufferId, size: ByteSize) -> Result<&'a [u8]> {
         let range = self.range(id, size);
         match self.segments.get(self.places[id.index()].segment as usize) {
             Some(segment) => Ok(&segment.slice(lease)?[range]),
@@ -232,7 +225,7 @@ impl PlannedMemory {
         lease: &'a Lease,
         id: BufferId,
         size: ByteSize,
-    ) -> Result<&'a mut [u8], DeviceError> {
+    ) -> Result<&'a mut [u8]> {
         let [slice] = self.slices_mut(lease, [(id, size)])?;
         Ok(slice)
     }
@@ -249,7 +242,7 @@ impl PlannedMemory {
         &'a mut self,
         lease: &'a Lease,
         buffers: [(BufferId, ByteSize); N],
-    ) -> Result<[&'a mut [u8]; N], DeviceError> {
+    ) -> Result<[&'a mut [u8]; N]> {
         let ranges = buffers.map(|(id, size)| self.range(id, size));
         let segment_of = |nth: usize| self.places[buffers[nth].0.index()].segment as usize;
         let segments: [usize; N] = std::array::from_fn(segment_of);
@@ -264,7 +257,8 @@ impl PlannedMemory {
             let (mut rest, mut passed) = (segment.slice_mut(lease)?, 0);
             while let Some(nth) = next.next_if(|nth| segments[*nth] == at) {
                 let Range { start, end } = ranges[nth].clone();
-                let (own, above) = rest[left_out(passed, start)..].split_at_mut(end - start);
+                assert!(passed <= start, "planned buffers overlap at offset {start}");
+                let (own, above) = rest[start - passed..].split_at_mut(end - start);
                 (slices[nth], rest, passed) = (own, above, end);
             }
         }
@@ -279,10 +273,4 @@ impl PlannedMemory {
         let start = length(self.places[id.index()].offset);
         start..start.saturating_add(length(size.get()))
     }
-}
-
-/// Returns the bytes between one buffer and the next.
-fn left_out(end: usize, start: usize) -> usize {
-    assert!(end <= start, "planned buffers overlap at offset {start}");
-    start - end
 }

@@ -15,11 +15,8 @@ use crate::api::arena::DeviceArena;
 use crate::api::lane::Lane;
 use crate::driver::{DeviceAddress, StreamHandle};
 use crate::engine::{completion, raw_block};
-use crate::state::event::RequestOrigin;
-use crate::state::raw::RawUser;
-use crate::state::region::{AllocRequest, Placement};
-use crate::types::Region;
-use crate::types::error::DeviceError;
+use crate::state::{AllocRequest, Placement, RawUser, RequestOrigin};
+use crate::types::{DeviceError, Region, Result};
 use lowtide_core::bytes::ByteSize;
 
 /// A raw block from [`DeviceArena::alloc_raw`].
@@ -81,12 +78,7 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::ZeroSize`]; [`DeviceError::Alignment`] if `align` is not a power of two, or
     /// exceeds the granule; otherwise the errors of [`DeviceArena::alloc`].
-    pub fn alloc_raw(
-        &self,
-        size: ByteSize,
-        align: ByteSize,
-        region: Region,
-    ) -> Result<RawBlock, DeviceError> {
+    pub fn alloc_raw(&self, size: ByteSize, align: ByteSize, region: Region) -> Result<RawBlock> {
         self.alloc_raw_for(None, size, align, region)
     }
 
@@ -111,7 +103,7 @@ impl DeviceArena {
         size: ByteSize,
         align: ByteSize,
         region: Region,
-    ) -> Result<RawBlock, DeviceError> {
+    ) -> Result<RawBlock> {
         // SAFETY: the contract of this function; the block counts as a guest until it is freed.
         let guest = unsafe { self.guest(stream) };
         self.alloc_raw_for(guest, size, align, region)
@@ -125,11 +117,7 @@ impl DeviceArena {
     /// # Errors
     /// The errors of [`DeviceArena::free`].
     #[inline]
-    pub unsafe fn free_on(
-        &self,
-        at: DeviceAddress,
-        stream: StreamHandle,
-    ) -> Result<RawBlock, DeviceError> {
+    pub unsafe fn free_on(&self, at: DeviceAddress, stream: StreamHandle) -> Result<RawBlock> {
         // SAFETY: the contract of this function.
         self.free_after(at, unsafe { self.guest(stream) })
     }
@@ -141,11 +129,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// The errors of [`DeviceArena::free`].
-    pub unsafe fn record_use_on(
-        &self,
-        at: DeviceAddress,
-        stream: StreamHandle,
-    ) -> Result<(), DeviceError> {
+    pub unsafe fn record_use_on(&self, at: DeviceAddress, stream: StreamHandle) -> Result<()> {
         // SAFETY: the contract of this function.
         match unsafe { self.guest(stream) } {
             Some(guest) => self.record_use_by(at, guest),
@@ -162,7 +146,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// [`DeviceError::Forked`].
-    pub unsafe fn end_stream(&self, stream: StreamHandle) -> Result<(), DeviceError> {
+    pub unsafe fn end_stream(&self, stream: StreamHandle) -> Result<()> {
         let inner = self.inner();
         let known = inner.run_here(|state| state.streams.find(stream))?;
         if let Some(key) = known {
@@ -182,11 +166,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// [`DeviceError::Forked`].
-    pub fn set_capturing(
-        &self,
-        stream: StreamHandle,
-        is_capturing: bool,
-    ) -> Result<(), DeviceError> {
+    pub fn set_capturing(&self, stream: StreamHandle, is_capturing: bool) -> Result<()> {
         self.inner().run_here(|state| {
             let all = &mut state.streams.capturing;
             all.retain(|&known| known != stream);
@@ -206,7 +186,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// [`DeviceError::Forked`].
-    pub unsafe fn release_captured(&self) -> Result<ByteSize, DeviceError> {
+    pub unsafe fn release_captured(&self) -> Result<ByteSize> {
         let inner = self.inner();
         let bytes = inner.run_here(|state| state.release_captured())?;
         Ok(bytes)
@@ -228,7 +208,7 @@ impl DeviceArena {
         size: ByteSize,
         align: ByteSize,
         region: Region,
-    ) -> Result<RawBlock, DeviceError> {
+    ) -> Result<RawBlock> {
         let inner = self.inner();
         let origin = RequestOrigin { lane: user.and_then(RawUser::number), ..RequestOrigin::RAW };
         let len = size.as_usize().unwrap_or(usize::MAX);
@@ -248,15 +228,11 @@ impl DeviceArena {
     /// [`DeviceError::NotLive`] if it was freed before, or belongs to a buffer;
     /// [`DeviceError::InteriorAddress`], [`DeviceError::ForeignAddress`], [`DeviceError::Forked`].
     /// The arena is unchanged after each.
-    pub fn free(&self, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
+    pub fn free(&self, at: DeviceAddress) -> Result<RawBlock> {
         self.free_after(at, None)
     }
 
-    fn free_after(
-        &self,
-        at: DeviceAddress,
-        user: Option<RawUser>,
-    ) -> Result<RawBlock, DeviceError> {
+    fn free_after(&self, at: DeviceAddress, user: Option<RawUser>) -> Result<RawBlock> {
         let inner = self.inner();
         let (freed, left) = inner.run_here(|state| raw_block::free(state, at, user))??;
         inner.end_streams(&left);
@@ -269,11 +245,7 @@ impl DeviceArena {
     /// # Errors
     /// The errors of [`DeviceArena::free`], and those of [`DeviceArena::alloc_raw`]. The block is
     /// unchanged.
-    pub(crate) fn resize_raw(
-        &self,
-        at: DeviceAddress,
-        size: ByteSize,
-    ) -> Result<Option<RawBlock>, DeviceError> {
+    pub(crate) fn resize_raw(&self, at: DeviceAddress, size: ByteSize) -> Result<Option<RawBlock>> {
         let inner = self.inner();
         let placed = inner.run_here(|state| raw_block::find(state, at))??;
         let Some(resized) = inner.resize_in_place(placed, size.get())? else { return Ok(None) };
@@ -306,13 +278,13 @@ impl DeviceArena {
     /// # Errors
     /// The errors of [`DeviceArena::free`]; [`DeviceError::ForeignLane`] for a lane of another
     /// arena.
-    pub fn record_use(&self, at: DeviceAddress, lane: &Lane) -> Result<(), DeviceError> {
+    pub fn record_use(&self, at: DeviceAddress, lane: &Lane) -> Result<()> {
         let inner = self.inner();
         lane.check_of(inner)?;
         self.record_use_by(at, lane.known().user())
     }
 
-    fn record_use_by(&self, at: DeviceAddress, user: RawUser) -> Result<(), DeviceError> {
+    fn record_use_by(&self, at: DeviceAddress, user: RawUser) -> Result<()> {
         let inner = self.inner();
         let left = inner.run_here(|state| raw_block::record_use(state, at, user))??;
         inner.end_streams(&left);
@@ -324,7 +296,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// The errors of [`DeviceArena::free`].
-    pub fn record_unknown_use(&self, at: DeviceAddress) -> Result<(), DeviceError> {
+    pub fn record_unknown_use(&self, at: DeviceAddress) -> Result<()> {
         let left = self.inner().run_here(|state| raw_block::record_unknown_use(state, at))??;
         self.inner().end_streams(&left);
         Ok(())
@@ -334,7 +306,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// The errors of [`DeviceArena::free`].
-    pub fn raw_block(&self, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
+    pub fn raw_block(&self, at: DeviceAddress) -> Result<RawBlock> {
         self.inner().run_here(|state| raw_block::find(state, at))?.map(RawBlock::of)
     }
 
@@ -344,7 +316,7 @@ impl DeviceArena {
     /// [`DeviceError::NotLive`] if the address is of this arena and in no raw block;
     /// [`DeviceError::InteriorAddress`] if it is in a buffer; [`DeviceError::ForeignAddress`],
     /// [`DeviceError::Forked`].
-    pub fn raw_block_containing(&self, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
+    pub fn raw_block_containing(&self, at: DeviceAddress) -> Result<RawBlock> {
         self.inner().run_here(|state| raw_block::find_containing(state, at))?.map(RawBlock::of)
     }
 }
@@ -358,12 +330,7 @@ impl Lane {
     ///
     /// # Errors
     /// The errors of [`DeviceArena::alloc_raw`].
-    pub fn alloc_raw(
-        &self,
-        size: ByteSize,
-        align: ByteSize,
-        region: Region,
-    ) -> Result<RawBlock, DeviceError> {
+    pub fn alloc_raw(&self, size: ByteSize, align: ByteSize, region: Region) -> Result<RawBlock> {
         self.arena().alloc_raw_for(Some(self.known().user()), size, align, region)
     }
 
@@ -372,7 +339,7 @@ impl Lane {
     ///
     /// # Errors
     /// The errors of [`DeviceArena::free`].
-    pub fn free(&self, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
+    pub fn free(&self, at: DeviceAddress) -> Result<RawBlock> {
         self.arena().free_after(at, Some(self.known().user()))
     }
 }

@@ -11,7 +11,6 @@
 //! Invariants: a decay releases no memory that was in use within the decay time; after enough
 //! calls, given the bound per call, no memory has been idle for longer.
 
-use lowtide_core::log;
 use std::time::Duration;
 
 use crate::api::arena::DeviceArena;
@@ -23,11 +22,11 @@ use crate::engine::resume::{sleeps_empty, wake_if_empty};
 use crate::engine::split::release_stuck;
 use crate::engine::stores;
 use crate::exec::inner::ArenaInner;
-use crate::state::arena::ArenaState;
-use crate::types::error::DeviceError;
-use lowtide_core::bytes::ByteSize;
+use crate::state::ArenaState;
+use crate::types::Result;
 use lowtide_core::clock::Moment;
 use lowtide_core::decay::DecayTime;
+use lowtide_core::{ByteSize, log};
 
 /// The delay until freed memory that a stream may still use is checked again. A guess.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
@@ -56,7 +55,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// [`DeviceError::Driver`], with earlier releases accounted for; [`DeviceError::Forked`].
-    pub fn decay(&self, now: Moment) -> Result<ByteSize, DeviceError> {
+    pub fn decay(&self, now: Moment) -> Result<ByteSize> {
         let inner = self.inner();
         inner.check_here()?;
         inner.cool_caches();
@@ -123,7 +122,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// [`DeviceError::Driver`], with earlier releases accounted for; [`DeviceError::Forked`].
-    pub fn purge(&self) -> Result<ByteSize, DeviceError> {
+    pub fn purge(&self) -> Result<ByteSize> {
         self.trim(ByteSize::ZERO)
     }
 
@@ -132,7 +131,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// The errors of [`DeviceArena::purge`].
-    pub fn shrink(&self) -> Result<ByteSize, DeviceError> {
+    pub fn shrink(&self) -> Result<ByteSize> {
         self.down_to(ByteSize::ZERO, "shrink", |state, bytes| {
             state.totals.shrinks_total += 1;
             state.totals.shrunk_bytes_total += bytes;
@@ -145,8 +144,11 @@ impl DeviceArena {
     ///
     /// # Errors
     /// [`DeviceError::Driver`], with earlier releases accounted for; [`DeviceError::Forked`].
-    pub fn trim(&self, keep: ByteSize) -> Result<ByteSize, DeviceError> {
-        self.down_to(keep, "trim", note_trim)
+    pub fn trim(&self, keep: ByteSize) -> Result<ByteSize> {
+        self.down_to(keep, "trim", |state, bytes| {
+            state.totals.trims_total += 1;
+            state.totals.trimmed_bytes_total += bytes;
+        })
     }
 
     /// Waits until the work of all freed memory is complete, so that a following
@@ -158,7 +160,7 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::Capturing`] while the stream of a lane captures a graph, before any wait;
     /// [`DeviceError::Driver`], [`DeviceError::Forked`].
-    pub fn wait_for_pending(&self) -> Result<(), DeviceError> {
+    pub fn wait_for_pending(&self) -> Result<()> {
         self.inner().check_here()?;
         self.inner().run(completion::complete_pending)
     }
@@ -168,7 +170,7 @@ impl DeviceArena {
         keep: ByteSize,
         act: &'static str,
         note: impl FnOnce(&mut ArenaState, u64),
-    ) -> Result<ByteSize, DeviceError> {
+    ) -> Result<ByteSize> {
         let inner = self.inner();
         inner.check_here()?;
         inner.empty_caches();
@@ -200,11 +202,6 @@ impl DeviceArena {
         }
         error.map_or(Ok(released), |error| Err(error.into()))
     }
-}
-
-fn note_trim(state: &mut ArenaState, bytes: u64) {
-    state.totals.trims_total += 1;
-    state.totals.trimmed_bytes_total += bytes;
 }
 
 impl ArenaInner {

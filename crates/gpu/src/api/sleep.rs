@@ -29,13 +29,11 @@ use crate::engine::resume::{begin_wake, fail_wake, resume, wake, wake_at_once};
 use crate::engine::stores;
 use crate::engine::suspend::{is_busy, next_sleep, suspend};
 use crate::exec::inner::ArenaInner;
-use crate::state::sleep::SleepPhase;
-use crate::types::error::DeviceError;
-use crate::types::sleep::{HostBudget, SleepOptions, SleepReport, SleepState};
-use lowtide_core::bytes::ByteSize;
+use crate::state::SleepPhase;
+use crate::types::{DeviceError, HostBudget, Result, SleepOptions, SleepReport, SleepState};
 use lowtide_core::clock::Moment;
-use lowtide_core::log;
 use lowtide_core::sync::caught;
+use lowtide_core::{ByteSize, log};
 
 /// The delay before an arena that could not fall asleep, or was interrupted, tries again. A guess.
 const AGAIN: Duration = Duration::from_secs(10);
@@ -97,7 +95,7 @@ impl DeviceArena {
     /// live), [`DeviceError::Closed`], [`DeviceError::Forked`]. After [`DeviceError::Driver`] it is
     /// awake, or asleep if its memory was released and could not be restored: see
     /// [`DeviceArena::state`]. Only contents to be discarded are lost.
-    pub fn sleep(&self, options: SleepOptions) -> Result<SleepReport, DeviceError> {
+    pub fn sleep(&self, options: SleepOptions) -> Result<SleepReport> {
         let outcome = self.try_sleep(options);
         if let Err(error) = &outcome {
             log!(info, arena = self.name(), %error, "arena sleep failed");
@@ -106,7 +104,7 @@ impl DeviceArena {
     }
 
     /// Like [`DeviceArena::sleep`], but does not log failures.
-    fn try_sleep(&self, options: SleepOptions) -> Result<SleepReport, DeviceError> {
+    fn try_sleep(&self, options: SleepOptions) -> Result<SleepReport> {
         let inner = self.inner();
         inner.check_open()?;
         inner.empty_caches();
@@ -134,7 +132,7 @@ impl DeviceArena {
     /// [`DeviceError::OutOfMemory`], [`DeviceError::Driver`], and [`DeviceError::Capturing`] if a
     /// stream captures a graph, which the wait for the copies would invalidate.
     /// [`DeviceError::Closed`], [`DeviceError::Forked`].
-    pub fn wake(&self) -> Result<SleepReport, DeviceError> {
+    pub fn wake(&self) -> Result<SleepReport> {
         let inner = self.inner();
         inner.check_open()?;
         let report = inner.run(wake)?;
@@ -147,7 +145,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// The errors of [`DeviceArena::wake`].
-    pub fn wake_at_once(&self) -> Result<SleepReport, DeviceError> {
+    pub fn wake_at_once(&self) -> Result<SleepReport> {
         let inner = self.inner();
         inner.check_open()?;
         let report = inner.run(wake_at_once)?;
@@ -192,7 +190,7 @@ impl DeviceArena {
     /// [`DeviceError::State`] if the arena is not awake, [`DeviceError::HostBudget`] if the budget
     /// rejects the bytes, [`DeviceError::Callback`] if it panics, [`DeviceError::Driver`]: memory
     /// allocated before the error stays. [`DeviceError::Closed`], [`DeviceError::Forked`].
-    pub fn prepare_stores(&self, options: SleepOptions) -> Result<ByteSize, DeviceError> {
+    pub fn prepare_stores(&self, options: SleepOptions) -> Result<ByteSize> {
         let inner = self.inner();
         inner.check_open()?;
         inner.run(async |cx| stores::prepare(cx, options, |_| true).await)
@@ -289,7 +287,7 @@ impl DeviceArena {
     /// [`DriverError::Background`]: crate::driver::DriverError::Background
     /// [`SleepConfig::idle_after`]: crate::SleepConfig::idle_after
     /// [`SleepConfig::min_awake`]: crate::SleepConfig::min_awake
-    pub fn sleep_if_idle(&self, now: Moment) -> Result<Option<SleepReport>, DeviceError> {
+    pub fn sleep_if_idle(&self, now: Moment) -> Result<Option<SleepReport>> {
         self.inner().check_here()?;
         if self.next_sleep() > now {
             return Ok(None);
@@ -326,7 +324,7 @@ impl DeviceArena {
 
     /// Keeps the arena from falling asleep by itself for some time.
     fn pause_sleep(&self) {
-        let again = self.inner().clock.now() + AGAIN;
+        let again = self.inner().executor.clock.now() + AGAIN;
         self.inner().run_now(|state| state.sleep.not_before = state.sleep.not_before.max(again));
     }
 
@@ -346,15 +344,13 @@ impl DeviceArena {
     /// # Errors
     /// The future returns the errors of [`DeviceArena::enter`], and [`DeviceError::Thread`] if no
     /// thread could be started.
-    pub fn enter_async(
-        &self,
-    ) -> impl Future<Output = Result<Lease, DeviceError>> + Send + Unpin + use<> {
+    pub fn enter_async(&self) -> impl Future<Output = Result<Lease>> + Send + Unpin + use<> {
         EnterFuture { arena: Arc::clone(self.inner()), before: None, waits: None }
     }
 }
 
 impl Future for EnterFuture {
-    type Output = Result<Lease, DeviceError>;
+    type Output = Result<Lease>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let this = &mut *self;
@@ -397,7 +393,7 @@ impl Future for EnterFuture {
 }
 
 /// Starts a thread that wakes an arena, which is already marked as waking.
-fn spawn_wake(arena: &Arc<ArenaInner>, wake_timeout: Duration) -> Result<(), DeviceError> {
+fn spawn_wake(arena: &Arc<ArenaInner>, wake_timeout: Duration) -> Result<()> {
     let inner = Arc::clone(arena);
     let wake = move || {
         let _ = inner.run(async |cx| resume(cx, wake_timeout).await);

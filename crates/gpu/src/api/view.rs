@@ -25,7 +25,7 @@ use crate::api::lane::{Lane, Lease};
 use crate::driver::StreamHandle;
 use crate::exec::lane::{Keeps, LaneInner};
 use crate::exec::view::{Order, no_stream};
-use crate::types::error::DeviceError;
+use crate::types::{DeviceError, Result};
 
 impl DeviceArena {
     /// Returns the arena's device ordinal, for `CudaContext::new`; `None` on other drivers.
@@ -59,7 +59,7 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::ForeignStream`] for a stream of another context, for the null stream, and on
     /// other drivers than CUDA; [`DeviceError::Closed`], [`DeviceError::Forked`].
-    pub fn cuda_lane(&self, stream: &Arc<CudaStream>) -> Result<Lane, DeviceError> {
+    pub fn cuda_lane(&self, stream: &Arc<CudaStream>) -> Result<Lane> {
         let inner = self.inner();
         inner.check_open()?;
         let foreign = |what| DeviceError::ForeignStream { arena: self.name().to_owned(), what };
@@ -113,7 +113,7 @@ impl<T: Pod> Buffer<T> {
     /// [`DeviceError::View`]; [`DeviceError::Driver`] if the buffer was moved or resized and
     /// earlier uses by other streams cannot be waited for; otherwise the errors of
     /// [`Buffer::address`].
-    pub fn cuda<'a>(&'a self, lease: &'a Lease) -> Result<&'a CudaSlice<T>, DeviceError> {
+    pub fn cuda<'a>(&'a self, lease: &'a Lease) -> Result<&'a CudaSlice<T>> {
         let at = self.address(lease)?.map_or(0, |at| at.get());
         lease.note_view();
         // The lane that the buffer was allocated on.
@@ -131,7 +131,7 @@ impl<T: Pod> Buffer<T> {
     ///
     /// # Errors
     /// The errors of [`Buffer::cuda`].
-    pub fn cuda_mut<'a>(&'a mut self, lease: &'a Lease) -> Result<CudaViewMut<'a, T>, DeviceError> {
+    pub fn cuda_mut<'a>(&'a mut self, lease: &'a Lease) -> Result<CudaViewMut<'a, T>> {
         let _ = self.cuda(lease)?;
         let no_stream = no_stream(self.inner());
         self.owned.view.kept_mut().map(CudaSlice::as_view_mut).ok_or(no_stream)
@@ -144,7 +144,7 @@ impl<T: Pod> Imported<T> {
     /// # Errors
     /// [`DeviceError::NoStream`] if it was not imported on a [`DeviceArena::cuda_lane`]; otherwise
     /// the errors of [`Buffer::cuda`].
-    pub fn cuda<'a>(&'a self, lease: &'a Lease) -> Result<&'a CudaSlice<T>, DeviceError> {
+    pub fn cuda<'a>(&'a self, lease: &'a Lease) -> Result<&'a CudaSlice<T>> {
         let at = self.address(lease)?.get();
         lease.note_view();
         let slice = self.view.keep(&self.inner, self.lane.as_deref(), (at, self.len()))?;
@@ -158,7 +158,7 @@ impl<T: Pod> Imported<T> {
     ///
     /// # Errors
     /// The errors of [`Imported::cuda`].
-    pub fn cuda_mut<'a>(&'a mut self, lease: &'a Lease) -> Result<CudaViewMut<'a, T>, DeviceError> {
+    pub fn cuda_mut<'a>(&'a mut self, lease: &'a Lease) -> Result<CudaViewMut<'a, T>> {
         let _ = self.cuda(lease)?;
         let no_stream = no_stream(&self.inner);
         self.view.kept_mut().map(CudaSlice::as_view_mut).ok_or(no_stream)

@@ -22,11 +22,10 @@ use super::resume::awake;
 use super::shortage::run_ladder;
 use crate::driver::DriverError;
 use crate::index::Span;
-use crate::state::arena::ArenaState;
-use crate::state::failure::{AllocFailure, Cause};
-use crate::state::pending::{Dependencies, StreamUses};
-use crate::state::region::{AllocRequest, Placement, Search};
-use crate::types::error::DeviceError;
+use crate::state::{
+    AllocFailure, AllocRequest, ArenaState, Cause, Dependencies, Placement, Search, StreamUses,
+};
+use crate::types::DeviceError;
 use lowtide_core::bytes::ByteSize;
 
 /// The result of the first step of an allocation.
@@ -42,7 +41,7 @@ pub(crate) enum Begun {
 
 /// Makes the first step of an allocation.
 #[inline]
-pub(crate) fn begin(state: &mut ArenaState, target: AllocRequest) -> Begun {
+pub(crate) fn begin(state: &mut ArenaState, target: &AllocRequest) -> Begun {
     if !state.sleep.is_open() {
         return Begun::NotPlaced;
     }
@@ -57,7 +56,7 @@ pub(crate) fn begin(state: &mut ArenaState, target: AllocRequest) -> Begun {
 #[inline]
 fn begin_at(
     state: &mut ArenaState,
-    target: AllocRequest,
+    target: &AllocRequest,
     placed: Placement,
     claim: Dependencies,
 ) -> Begun {
@@ -78,7 +77,7 @@ pub(super) async fn attempt(
     search: Search,
 ) -> Result<Placement, AllocFailure> {
     awake(cx).await.map_err(AllocFailure::uncounted)?;
-    let found = cx.with(|state| state.place(target, search));
+    let found = cx.with(|state| state.place(&target, search));
     let (placed, claim) = match found {
         Ok(found) => found,
         Err(failure) if cx.with(|state| state.is_whole()) => {
@@ -86,7 +85,7 @@ pub(super) async fn attempt(
         }
         Err(failure) => return Err(failure),
     };
-    match cx.with(|state| begin_at(state, target, placed, claim)) {
+    match cx.with(|state| begin_at(state, &target, placed, claim)) {
         Begun::Placed(placed, claim) => complete(cx, target, placed, claim).await,
         Begun::Done(_) | Begun::NotPlaced => Ok(placed),
     }
@@ -115,7 +114,7 @@ pub(super) async fn complete(
         match outcome {
             Ok(()) => {
                 state.region_mut(region).pins.end_operation(placed.id);
-                state.mark_live(target, placed);
+                state.mark_live(&target, placed);
                 Ok(placed)
             }
             Err(failure) => {
@@ -148,7 +147,7 @@ async fn place_in_new_segment(
     loop {
         let mut shortage = ExceededBound::Limit(needed);
         if cx.with(|state| state.over_limit(needed)) == 0 {
-            let marked = cx.with(|state| state.begin_segment(target, search, needed, grow));
+            let marked = cx.with(|state| state.begin_segment(&target, search, needed, grow));
             let Some(span) = marked else { return Err(no_place) };
             shortage = match create_segment(cx, target, span).await {
                 Ok(Some(placed)) => return Ok((placed, Dependencies::new())),
@@ -184,7 +183,7 @@ async fn place_in_new_segment(
         }
         // The arena may have fallen asleep: nothing of this block was recorded.
         awake(cx).await.map_err(AllocFailure::uncounted)?;
-        match cx.with(|state| state.place(target, search)) {
+        match cx.with(|state| state.place(&target, search)) {
             Ok(found) => return Ok(found),
             Err(failure) => no_place = failure,
         }
@@ -200,7 +199,7 @@ async fn create_segment(
     let created = cx.outside(|| cx.driver.segment_create(ByteSize::new(span.size))).await;
     cx.with(|state| {
         state.end_segment(target.region, span, created.as_ref().ok().copied());
-        created.map(|_| state.region_mut(target.region).place_in(target, span))
+        created.map(|_| state.region_mut(target.region).place_in(&target, span))
     })
 }
 
@@ -230,7 +229,7 @@ pub(crate) async fn alloc(
             if let Begun::Placed(placed, claim) = begun {
                 state.cancel_placement(placed, claim);
             }
-            begin(state, target)
+            begin(state, &target)
         });
     }
     let mut outcome = match begun {

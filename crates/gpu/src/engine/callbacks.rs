@@ -15,10 +15,10 @@
 //! registered at its start at most once, in the order of registration; a thread that makes a run
 //! waits for none.
 
+use crate::types::Shortage;
 use std::cell::Cell;
 use std::sync::Arc;
 
-use crate::types::error::Shortage;
 use lowtide_core::fork::Birth;
 use lowtide_core::log;
 use lowtide_core::sync::{Condvar, Mutex, caught, lock, wait};

@@ -11,14 +11,11 @@ use super::context::OpContext;
 use super::stores::complete_copies;
 use crate::driver::{DeviceAddress, DriverError};
 use crate::index::Span;
-use crate::state::aging::Ages;
-use crate::state::arena::{ArenaState, CommitOptions};
-use crate::state::failure::{AllocFailure, Cause};
-use crate::state::granules::GranuleCall;
-use crate::state::region::{PlacedRun, Region};
-use crate::state::segment::{Run, Runs, START};
-use lowtide_core::bytes::ByteSize;
-use lowtide_core::log;
+use crate::state::{
+    Ages, AllocFailure, ArenaState, Cause, CommitOptions, GranuleCall, PlacedRun, Run, Runs, START,
+};
+use crate::types::Region;
+use lowtide_core::{ByteSize, log};
 
 /// The attempts of an allocation on a full device in addition to one per idle granule. Each attempt
 /// releases at least one granule, so more attempts are needed only if other processes take memory.
@@ -132,11 +129,11 @@ fn next_commit(
 async fn commit(cx: &OpContext<'_>, region: Region, runs: Runs) -> Result<(), DriverError> {
     let mut outcome = Ok(());
     for run in runs {
+        let run = cx.with(|state| state.region(region).placed_run(run));
         if outcome.is_ok() {
-            let run = cx.with(|state| state.region(region).placed_run(run));
             outcome = cx.commit(run).await;
         }
-        cx.with(|state| state.end_commit(region, run, outcome.is_ok()));
+        cx.with(|state| state.end_commit(run, outcome.is_ok()));
     }
     outcome
 }
@@ -258,11 +255,8 @@ pub(super) async fn remap(cx: &OpContext<'_>, pairs: Vec<Pair>) -> (u64, Option<
 /// granules of a touched span as arriving: at most [`CALLS_MAX`] pairs, plus one for each gap in the
 /// bare granules. Holds the lock while it checks every idle granule.
 fn begin_remap(state: &mut ArenaState, region: Region, span: Span, granules: u64) -> Vec<Pair> {
-    if state.sleep.may_be_copied() {
-        return Vec::new(); // a release waits for the copies first
-    }
-    if !state.costs.prefers_remap() {
-        return Vec::new();
+    if state.sleep.may_be_copied() || !state.costs.prefers_remap() {
+        return Vec::new(); // a release waits for copies first
     }
     let granules = granules.min(state.region(region).segment.bare(span));
     let ages = state.aging.ages(state.events.clock.now());

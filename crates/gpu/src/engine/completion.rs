@@ -22,9 +22,7 @@
 
 use super::context::OpContext;
 use crate::driver::{DriverError, StreamHandle};
-use crate::state::arena::ArenaState;
-use crate::state::pending::StreamUses;
-use crate::state::streams::{Pick, StreamEvent, StreamKey, StreamUse, Wait};
+use crate::state::{ArenaState, Pick, StreamEvent, StreamKey, StreamUse, StreamUses, Wait};
 use crate::types::error::{DeviceError, captures, is_captures, is_of_capture};
 use lowtide_core::sync::is_background;
 

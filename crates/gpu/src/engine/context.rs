@@ -20,9 +20,7 @@ use std::task::{Context, Poll, Waker};
 
 use super::callbacks::Callbacks;
 use crate::driver::{DeviceAddress, Driver, DriverError, StreamHandle};
-use crate::state::arena::ArenaState;
-use crate::state::region::PlacedRun;
-use crate::state::streams::{StreamEvent, StreamKey};
+use crate::state::{ArenaState, PlacedRun, StreamEvent, StreamKey};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Clock, Moment};
 

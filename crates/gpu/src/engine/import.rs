@@ -5,16 +5,14 @@
 //! Invariant: a release function is taken out of the state once, after the uses of its memory are
 //! complete; only the end of the arena takes functions earlier.
 
-use lowtide_core::log;
 use std::mem::ManuallyDrop;
 
 use super::context::OpContext;
 use crate::driver::DeviceAddress;
-use crate::state::arena::ArenaState;
-use crate::state::outstanding::Release;
+use crate::state::{ArenaState, Release};
 use crate::types::Region;
-use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::caught;
+use lowtide_core::{ByteSize, log};
 
 /// Records an imported range, which does not wrap. If the range overlaps known memory, returns the
 /// reason and the release function.

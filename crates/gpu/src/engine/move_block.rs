@@ -27,16 +27,9 @@ use super::completion::{Proof, complete_live, leave_stream, own_stream};
 use super::context::OpContext;
 use crate::driver::{DeviceAddress, DriverError, StreamHandle};
 use crate::index::{End, Span};
-use crate::state::arena::ArenaState;
 use crate::state::compact::plan::{self, CompactPlan, CompactTarget, Hold, LayoutPart, Move};
-use crate::state::pending::{Dependencies, StreamUses};
-use crate::state::raw::RawUse;
-use crate::state::region::Placement;
-use crate::state::region_index::BlockName;
-use crate::state::streams::StreamKey;
-use crate::types::Region;
-use crate::types::compact::CompactOptions;
-use crate::types::error::DeviceError;
+use crate::state::{ArenaState, BlockName, Dependencies, Placement, RawUse, StreamKey, StreamUses};
+use crate::types::{CompactOptions, DeviceError, Region, Result};
 use lowtide_core::bytes::ByteSize;
 
 /// The maximum number of waits for work of new leases before a batch is given up as busy. A guess:
@@ -146,7 +139,7 @@ async fn prepare(
     cx: &OpContext<'_>,
     moves: &[(BlockName, Move)],
     batch: &mut Batch,
-) -> Result<bool, DeviceError> {
+) -> Result<bool> {
     for &(id, made) in moves {
         if cx.with(|state| is_busy(state)) {
             return Ok(batch.refuse(BatchRefusal::Busy));
@@ -439,10 +432,7 @@ pub(crate) async fn wait_until_still(cx: &OpContext<'_>, id: BlockName) {
 ///
 /// # Errors
 /// `ContentsLost`.
-pub(crate) async fn resolve(
-    cx: &OpContext<'_>,
-    placed: Placement,
-) -> Result<Placement, DeviceError> {
+pub(crate) async fn resolve(cx: &OpContext<'_>, placed: Placement) -> Result<Placement> {
     wait_until_still(cx, placed.id).await;
     cx.with(|state| {
         check_whole(state, placed)?;
@@ -454,7 +444,7 @@ pub(crate) async fn resolve(
 ///
 /// # Errors
 /// `ContentsLost`.
-pub(crate) fn check_whole(state: &ArenaState, placed: Placement) -> Result<(), DeviceError> {
+pub(crate) fn check_whole(state: &ArenaState, placed: Placement) -> Result<()> {
     let region = placed.region();
     if state.region(region).pins.is_lost(placed.id) {
         let size = ByteSize::new(placed.span.size);

@@ -6,14 +6,11 @@ use super::alloc::{self, Begun};
 use super::context::OpContext;
 use super::move_block::wait_until_still;
 use crate::driver::DeviceAddress;
-use crate::state::arena::ArenaState;
-use crate::state::failure::AllocFailure;
-use crate::state::raw::{RawUse, RawUser, Users};
-use crate::state::region::{AllocRequest, Placement};
-use crate::state::region_index::BlockName;
-use crate::state::streams::{StreamKey, StreamTable};
-use crate::types::Region;
-use crate::types::error::DeviceError;
+use crate::state::{
+    AllocFailure, AllocRequest, ArenaState, Placement, RawUse, RawUser, StreamKey, StreamTable,
+    Users,
+};
+use crate::types::{DeviceError, Region, Result};
 use lowtide_core::bytes::ByteSize;
 
 /// Allocates a raw block after the first step. Returns the block's place, which is fixed from here
@@ -58,13 +55,13 @@ pub(crate) fn free(
     state: &mut ArenaState,
     at: DeviceAddress,
     user: Option<RawUser>,
-) -> Result<(Placement, Left), DeviceError> {
+) -> Result<(Placement, Left)> {
     let Some(mut raw) = state.raw.remove(&at) else { return Err(unknown(state, at)) };
     let mut left = leave(&mut state.streams, &raw);
     if let Some(user) = user
         && add(&mut state.streams, &mut raw, user, &mut left)
     {
-        note_use(state, raw.placed.id, user);
+        user.number().into_iter().for_each(|lane| state.note_use(raw.placed.id, lane));
     }
     release(state, &raw);
     Ok((raw.placed, left))
@@ -74,11 +71,7 @@ pub(crate) fn free(
 ///
 /// # Errors
 /// Those of [`find`].
-pub(crate) fn record_use(
-    state: &mut ArenaState,
-    at: DeviceAddress,
-    user: RawUser,
-) -> Result<Left, DeviceError> {
+pub(crate) fn record_use(state: &mut ArenaState, at: DeviceAddress, user: RawUser) -> Result<Left> {
     let Some(raw) = state.raw.get_mut(&at) else { return Err(unknown(state, at)) };
     let mut left = leave(&mut state.streams, raw);
     let (block, is_new) = (raw.placed.id, add(&mut state.streams, raw, user, &mut left));
@@ -86,7 +79,7 @@ pub(crate) fn record_use(
     guests.iter().for_each(|&stream| state.streams.add_guest(stream));
     left.retain(|stream| !guests.contains(stream));
     if is_new {
-        note_use(state, block, user);
+        user.number().into_iter().for_each(|lane| state.note_use(block, lane));
     }
     Ok(left)
 }
@@ -95,10 +88,7 @@ pub(crate) fn record_use(
 ///
 /// # Errors
 /// Those of [`find`].
-pub(crate) fn record_unknown_use(
-    state: &mut ArenaState,
-    at: DeviceAddress,
-) -> Result<Left, DeviceError> {
+pub(crate) fn record_unknown_use(state: &mut ArenaState, at: DeviceAddress) -> Result<Left> {
     let Some(raw) = state.raw.get_mut(&at) else { return Err(unknown(state, at)) };
     let left = leave(&mut state.streams, raw);
     raw.users = Users::default();
@@ -127,7 +117,7 @@ fn add(streams: &mut StreamTable, raw: &mut RawUse, user: RawUser, left: &mut Le
 ///
 /// # Errors
 /// `NotLive`, `InteriorAddress`, `ForeignAddress`.
-pub(crate) fn find(state: &ArenaState, at: DeviceAddress) -> Result<Placement, DeviceError> {
+pub(crate) fn find(state: &ArenaState, at: DeviceAddress) -> Result<Placement> {
     state.raw.get(&at).map(|raw| raw.placed).ok_or_else(|| unknown(state, at))
 }
 
@@ -135,10 +125,7 @@ pub(crate) fn find(state: &ArenaState, at: DeviceAddress) -> Result<Placement, D
 ///
 /// # Errors
 /// Those of [`find`].
-pub(crate) fn find_containing(
-    state: &ArenaState,
-    at: DeviceAddress,
-) -> Result<Placement, DeviceError> {
+pub(crate) fn find_containing(state: &ArenaState, at: DeviceAddress) -> Result<Placement> {
     let before = state.raw.range(..=at).next_back();
     let around = before.filter(|(start, raw)| at.get() - start.get() < raw.placed.span.size);
     around.map(|(_, raw)| raw.placed).ok_or_else(|| unknown(state, at))
@@ -163,12 +150,6 @@ fn release(state: &mut ArenaState, raw: &RawUse) {
         return state.hold_block(raw.placed);
     }
     state.release_after(raw.placed, streams);
-}
-
-fn note_use(state: &mut ArenaState, id: BlockName, user: RawUser) {
-    if let Some(lane) = user.number() {
-        state.note_use(id, lane);
-    }
 }
 
 /// Returns the reason an address is unknown. Walks the blocks of a region.

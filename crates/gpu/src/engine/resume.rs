@@ -21,18 +21,13 @@ use super::context::OpContext;
 use super::shortage::call_for_room;
 use super::stores;
 use crate::driver::DriverError;
-use crate::state::arena::ArenaState;
-use crate::state::failure::{AllocFailure, Cause};
-use crate::state::region::{PlacedRun, Search};
-use crate::state::segment::Run;
-use crate::state::sleep::{SleepPhase, StoredCopy};
-use crate::types::Region;
-use crate::types::error::DeviceError;
-use crate::types::sleep::SleepReport;
-use lowtide_core::bytes::ByteSize;
+use crate::state::{
+    AllocFailure, ArenaState, Cause, PlacedRun, Run, Search, SleepPhase, StoredCopy,
+};
+use crate::types::{DeviceError, Region, Result, SleepReport};
 use lowtide_core::clock::Bell;
-use lowtide_core::log;
 use lowtide_core::sync::caught;
+use lowtide_core::{ByteSize, log};
 use tracing::level_filters::LevelFilter;
 
 /// The number of retries of a wake that found too little memory.
@@ -66,7 +61,7 @@ impl Incoming {
 /// # Errors
 /// The errors of a wake.
 #[inline]
-pub(crate) async fn awake(cx: &OpContext<'_>) -> Result<(), DeviceError> {
+pub(crate) async fn awake(cx: &OpContext<'_>) -> Result<()> {
     if cx.with(|state| state.sleep.is_open()) {
         return Ok(());
     }
@@ -74,15 +69,13 @@ pub(crate) async fn awake(cx: &OpContext<'_>) -> Result<(), DeviceError> {
     Box::pin(wait_awake(cx)).await
 }
 
-async fn wait_awake(cx: &OpContext<'_>) -> Result<(), DeviceError> {
+async fn wait_awake(cx: &OpContext<'_>) -> Result<()> {
     let before = cx.with(|state| state.sleep.attempts);
     loop {
         match cx.with(|state| state.sleep.phase) {
             SleepPhase::Awake | SleepPhase::Draining(_) => return Ok(()),
             // This may be the callback that the waking thread waits for.
-            SleepPhase::Waking if is_within() => {
-                return Err(cx.with(|state| state.not_awake()));
-            }
+            SleepPhase::Waking if is_within() => return Err(cx.with(|state| state.not_awake())),
             SleepPhase::Waking => {
                 cx.wait_while(|state| state.sleep.phase == SleepPhase::Waking).await
             }
@@ -114,7 +107,7 @@ fn is_suspending(state: &ArenaState) -> bool {
 ///
 /// # Errors
 /// `State` if it is awake; the errors of the wake.
-pub(crate) async fn wake(cx: &OpContext<'_>) -> Result<SleepReport, DeviceError> {
+pub(crate) async fn wake(cx: &OpContext<'_>) -> Result<SleepReport> {
     let before = cx.with(|state| state.sleep.attempts);
     // A sleep in progress ends first.
     if !is_within_budget() {
@@ -135,7 +128,7 @@ pub(crate) async fn wake(cx: &OpContext<'_>) -> Result<SleepReport, DeviceError>
 ///
 /// # Errors
 /// `State` if it is not asleep; the errors of the wake.
-pub(crate) async fn wake_at_once(cx: &OpContext<'_>) -> Result<SleepReport, DeviceError> {
+pub(crate) async fn wake_at_once(cx: &OpContext<'_>) -> Result<SleepReport> {
     if cx.with(|state| state.sleep.phase) != SleepPhase::Asleep {
         return Err(cx.with(|state| state.not_awake()));
     }
@@ -165,10 +158,7 @@ pub(crate) fn begin_wake(state: &mut ArenaState) -> Duration {
 
 /// Completes a wake: the arena is awake, or asleep again after an error. If memory is short,
 /// retries for `wake_timeout`.
-pub(crate) async fn resume(
-    cx: &OpContext<'_>,
-    wake_timeout: Duration,
-) -> Result<SleepReport, DeviceError> {
+pub(crate) async fn resume(cx: &OpContext<'_>, wake_timeout: Duration) -> Result<SleepReport> {
     let runs = cx.with(|state| mark_incoming(state, true));
     let mut incoming = Incoming { runs, committed: 0 };
     match restore(cx, &mut incoming, wake_timeout).await {
@@ -184,7 +174,7 @@ async fn restore(
     cx: &OpContext<'_>,
     incoming: &mut Incoming,
     wake_timeout: Duration,
-) -> Result<ByteSize, DeviceError> {
+) -> Result<ByteSize> {
     // The wait for the copies would invalidate a capture.
     let has_copies = |state: &mut ArenaState| {
         let saved = state.sleep.saved.as_ref();
@@ -211,7 +201,7 @@ async fn commit_step(
     incoming: &mut Incoming,
     retries: &mut u32,
     pause: Duration,
-) -> Result<Option<PlacedRun>, DeviceError> {
+) -> Result<Option<PlacedRun>> {
     while let Some(next) = incoming.next() {
         let outcome = match commit_next(cx, incoming).await {
             Err(failure) if failure.is_shortage() => {
@@ -288,7 +278,7 @@ async fn finish(cx: &OpContext<'_>, runs: &[PlacedRun], restored: ByteSize) -> S
     cx.surroundings.set_asleep(false);
     let wakers = cx.with(|state| {
         for run in runs {
-            state.end_commit(run.region, run.run, true);
+            state.end_commit(*run, true);
         }
         let now = cx.clock.now();
         let saved = state.sleep.saved.take();
@@ -319,7 +309,7 @@ async fn abort(cx: &OpContext<'_>, incoming: &Incoming, error: DeviceError) -> D
     }
     let wakers = cx.with(|state| {
         for (run, &stays) in runs.iter().zip(&stays) {
-            state.end_commit(run.region, run.run, stays);
+            state.end_commit(*run, stays);
         }
         state.totals.wake_failures_total += 1;
         state.sleep.end_wake(Some(error.clone()), cx.clock.now());
@@ -371,7 +361,7 @@ fn mark_incoming(state: &mut ArenaState, is_large: bool) -> Vec<PlacedRun> {
 /// Divides the next run to restore into handles of one granule.
 fn in_small_handles(state: &mut ArenaState, incoming: &mut Incoming) {
     let Some(next) = incoming.next() else { return };
-    state.end_commit(next.region, next.run, false);
+    state.end_commit(next, false);
     let small = mark_incoming(state, false);
     incoming.runs.splice(incoming.committed..=incoming.committed, small);
 }
@@ -380,7 +370,7 @@ fn in_small_handles(state: &mut ArenaState, incoming: &mut Incoming) {
 fn skip_freed(state: &mut ArenaState, incoming: &mut Incoming) -> bool {
     let before = incoming.missing();
     for run in incoming.runs.split_off(incoming.committed) {
-        state.end_commit(run.region, run.run, false);
+        state.end_commit(run, false);
     }
     incoming.runs.extend(mark_incoming(state, true));
     incoming.missing() < before
@@ -415,7 +405,7 @@ fn stayed_copies(state: &ArenaState) -> Vec<StoredCopy> {
 ///
 /// # Errors
 /// The errors of a wake.
-pub(crate) async fn enter(cx: &OpContext<'_>) -> Result<(), DeviceError> {
+pub(crate) async fn enter(cx: &OpContext<'_>) -> Result<()> {
     loop {
         awake(cx).await?;
         if try_enter(cx).await? {
@@ -429,8 +419,14 @@ pub(crate) async fn enter(cx: &OpContext<'_>) -> Result<(), DeviceError> {
 ///
 /// # Errors
 /// Those of the sleep state, which rejects leases.
-pub(crate) async fn try_enter(cx: &OpContext<'_>) -> Result<bool, DeviceError> {
-    wait_for_move(cx).await;
+pub(crate) async fn try_enter(cx: &OpContext<'_>) -> Result<bool> {
+    if cx.with(|state| state.moves.moving.is_some()) {
+        // A compaction in progress sees this and starts no further batch, so each thread waits for
+        // at most one.
+        cx.with(|state| state.moves.entering += 1);
+        cx.wait_while(|state| state.moves.moving.is_some()).await;
+        cx.with(|state| state.moves.entering -= 1);
+    }
     cx.with(|state| {
         // The arena may have fallen asleep meanwhile.
         if !state.sleep.is_open() {
@@ -438,16 +434,4 @@ pub(crate) async fn try_enter(cx: &OpContext<'_>) -> Result<bool, DeviceError> {
         }
         state.enter().map(|()| true)
     })
-}
-
-/// Waits for the end of the batch of moves in progress, before a lease is granted.
-async fn wait_for_move(cx: &OpContext<'_>) {
-    if cx.with(|state| state.moves.moving.is_none()) {
-        return;
-    }
-    // A compaction in progress sees this and starts no further batch, so each thread waits for at
-    // most one.
-    cx.with(|state| state.moves.entering += 1);
-    cx.wait_while(|state| state.moves.moving.is_some()).await;
-    cx.with(|state| state.moves.entering -= 1);
 }

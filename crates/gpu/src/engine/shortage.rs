@@ -15,14 +15,10 @@ use super::context::{OpContext, ShutCaches};
 use super::move_block::Layout;
 use super::split::release_stuck;
 use crate::index::End;
-use crate::state::compact::plan::OUTLOOK_PASSES;
-use crate::state::failure::{AllocFailure, Cause};
-use crate::state::region::{AllocRequest, Region, Search};
-use crate::types::compact::CompactOptions;
-use crate::types::error::{Bound, DeviceError, Shortage};
-use lowtide_core::bytes::ByteSize;
+use crate::state::{AllocFailure, AllocRequest, Cause, OUTLOOK_PASSES, Search};
+use crate::types::{Bound, CompactOptions, DeviceError, Region, Shortage};
 use lowtide_core::clock::Moment;
-use lowtide_core::log;
+use lowtide_core::{ByteSize, log};
 
 /// Makes the steps after the first attempt. The caches are kept empty meanwhile.
 pub(super) async fn run_ladder<T>(
@@ -174,7 +170,7 @@ pub(crate) async fn record_failure(
         }
         _ => {}
     }
-    cx.with(|state| state.note_failure(request, (cause, &error)));
+    cx.with(|state| state.note_failure(&request, (cause, &error)));
     cx.log(|arena| log!(debug, arena, %error, "allocation failed")).await;
     error
 }

@@ -27,18 +27,13 @@ use super::context::OpContext;
 use super::move_block::{hold, is_busy};
 use crate::driver::DriverError;
 use crate::index::Span;
-use crate::state::aging::Ages;
-use crate::state::arena::{ArenaState, CommitOptions};
-use crate::state::compact::plan::Hold;
-use crate::state::pending::Dependencies;
-use crate::state::region::{AllocRequest, PlacedRun, Placement};
-use crate::state::region_index::BlockName;
-use crate::state::segment::{Run, Runs};
-use crate::types::Region;
-use crate::types::compact::CompactOptions;
-use lowtide_core::bytes::ByteSize;
+use crate::state::{
+    Ages, AllocRequest, ArenaState, BlockName, CommitOptions, Dependencies, Hold, PlacedRun,
+    Placement, Run, Runs,
+};
+use crate::types::{CompactOptions, Region};
 use lowtide_core::clock::Moment;
-use lowtide_core::log;
+use lowtide_core::{ByteSize, log};
 
 /// The maximum number of handles that one call divides: some 2 ms of driver calls and copies for
 /// handles of 64 MiB. A guess.
@@ -63,7 +58,11 @@ struct Split {
 pub(crate) async fn release_stuck(cx: &OpContext<'_>, ages: Option<Ages>) -> u64 {
     let mut granules = 0;
     for _ in 0..HANDLES_MAX {
-        if !cx.with(|state| may_begin(state, ages)) {
+        let may_begin = cx.with(|state| {
+            let stuck = if ages.is_some() { state.is_stuck() } else { state.memory().stuck > 0 };
+            stuck && state.capabilities.remap && !is_busy(state) && !state.sleep.may_be_copied()
+        });
+        if !may_begin {
             break;
         }
         if !complete_live(cx, Proof::Query).await.unwrap_or(false) {
@@ -88,12 +87,6 @@ pub(crate) async fn release_stuck(cx: &OpContext<'_>, ages: Option<Ages>) -> u64
         granules += released;
     }
     granules
-}
-
-/// Returns `true` if handles may be divided at all.
-fn may_begin(state: &ArenaState, ages: Option<Ages>) -> bool {
-    let is_wanted = if ages.is_some() { state.is_stuck() } else { state.memory().stuck > 0 };
-    is_wanted && state.capabilities.remap && !is_busy(state) && !state.sleep.may_be_copied()
 }
 
 /// Returns the handle with the most stuck memory of those whose blocks may move.
@@ -173,7 +166,7 @@ async fn take_scratch(cx: &OpContext<'_>, handle: PlacedRun) -> Option<Placement
             return None;
         }
         let wanted = AllocRequest::new(region, size, ByteSize::new(state.bytes_of(1)))?;
-        let scratch = state.region_mut(region).place_bare(wanted)?;
+        let scratch = state.region_mut(region).place_bare(&wanted)?;
         let options = CommitOptions { grow: false, large_handles: false };
         let mut runs = state.begin_commit(region, scratch.span, size.get(), options);
         debug_assert_eq!(runs.len(), 1, "all of it was bare, in one half");
@@ -181,7 +174,7 @@ async fn take_scratch(cx: &OpContext<'_>, handle: PlacedRun) -> Option<Placement
     })?;
     let placed = cx.with(|state| state.region(region).placed_run(run));
     let committed = cx.commit(placed).await;
-    cx.with(|state| state.end_commit(region, run, committed.is_ok()));
+    cx.with(|state| state.end_commit(placed, committed.is_ok()));
     if committed.is_ok() {
         return Some(scratch);
     }

@@ -19,16 +19,14 @@ use super::callbacks::call_budget;
 use super::completion::{is_any_capturing, own_stream};
 use super::context::OpContext;
 use crate::driver::DriverError;
-use crate::state::arena::ArenaState;
+use crate::state::ArenaState;
 use crate::state::sleep::{
     HostReservation, OutgoingRun, Saved, SleepPhase, SleepStore, StoredCopy, lay_out,
 };
-use crate::types::Region;
 use crate::types::error::{DeviceError, captures, is_captures};
-use crate::types::sleep::{Contents, HostBudget, SleepOptions};
-use lowtide_core::bytes::ByteSize;
+use crate::types::{Contents, HostBudget, Region, Result, SleepOptions};
 use lowtide_core::clock::Moment;
-use lowtide_core::log;
+use lowtide_core::{ByteSize, log};
 
 /// Copies the contents to keep into idle stores, creates the stores that are missing, and waits for
 /// the copies. Returns `None` if no contents are kept.
@@ -36,10 +34,7 @@ use lowtide_core::log;
 /// # Errors
 /// `HostBudget`, `Capturing`, or the driver's. No device memory was released, and the stores are
 /// idle.
-pub(super) async fn save(
-    cx: &OpContext<'_>,
-    outgoing: &[OutgoingRun],
-) -> Result<Option<Saved>, DeviceError> {
+pub(super) async fn save(cx: &OpContext<'_>, outgoing: &[OutgoingRun]) -> Result<Option<Saved>> {
     let kept = outgoing.iter().filter(|run| run.contents == Contents::Keep);
     let kept = kept.map(|run| (run.place.region, run.place.run));
     let (mut saved, missing) = cx.with(|state| {
@@ -67,11 +62,7 @@ pub(super) fn restore(cx: &OpContext<'_>, saved: Saved) {
 }
 
 /// Creates the missing stores, and copies the contents into all of them.
-async fn fill(
-    cx: &OpContext<'_>,
-    saved: &mut Saved,
-    missing: &[ByteSize],
-) -> Result<(), DeviceError> {
+async fn fill(cx: &OpContext<'_>, saved: &mut Saved, missing: &[ByteSize]) -> Result<()> {
     let add = |store| {
         saved.stores.push(store);
         true
@@ -99,7 +90,7 @@ pub(crate) async fn prepare(
     cx: &OpContext<'_>,
     options: SleepOptions,
     goes_on: impl Fn(&ArenaState) -> bool,
-) -> Result<ByteSize, DeviceError> {
+) -> Result<ByteSize> {
     if !cx.with(|state| state.sleep.is_open()) {
         return Err(cx.with(|state| state.not_awake()));
     }
@@ -144,7 +135,7 @@ async fn create(
     cx: &OpContext<'_>,
     sizes: &[ByteSize],
     mut add: impl FnMut(SleepStore) -> bool,
-) -> Result<(), DeviceError> {
+) -> Result<()> {
     if sizes.is_empty() {
         return Ok(());
     }
@@ -180,7 +171,7 @@ async fn reserve(
     budget: &dyn HostBudget,
     sizes: &[ByteSize],
     reserved: &mut Vec<HostReservation>,
-) -> Result<(), DeviceError> {
+) -> Result<()> {
     for &size in sizes.iter().rev() {
         match cx.outside(|| call_budget(|| budget.reserve(size))).await {
             Ok(Ok(reservation)) => reserved.push(reservation),
@@ -315,7 +306,13 @@ async fn destroy_while(
             if may && is_excess(state) { state.sleep.idle.stores.pop() } else { None }
         });
         let Some(store) = last else { break };
-        match destroy(cx, &store).await {
+        let memory = store.memory;
+        let mut destroyed = complete_copies(cx).await;
+        if destroyed.is_ok() {
+            // SAFETY: the store is no longer in the state, and no copy of it is in progress.
+            destroyed = cx.outside(|| unsafe { cx.driver.host_store_destroy(memory) }).await;
+        }
+        match destroyed {
             Ok(()) => {
                 released = released.saturating_add(store.memory.size);
                 if store.reservation.is_some() {
@@ -326,13 +323,6 @@ async fn destroy_while(
         }
     }
     (released, left)
-}
-
-/// Destroys a store that is no longer in the state, once no copy is in progress.
-async fn destroy(cx: &OpContext<'_>, store: &SleepStore) -> Result<(), DriverError> {
-    complete_copies(cx).await?;
-    // SAFETY: the store is no longer in the state, and no copy of it is in progress.
-    cx.outside(|| unsafe { cx.driver.host_store_destroy(store.memory) }).await
 }
 
 /// Releases the host memory of sleep at the end of the arena. Does not wait: stores that a copy may

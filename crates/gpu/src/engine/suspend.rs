@@ -20,11 +20,8 @@ use super::context::{OpContext, ShutCaches};
 use super::resume::call_wakers;
 use super::stores;
 use crate::driver::DriverError;
-use crate::state::arena::ArenaState;
-use crate::state::sleep::{OutgoingRun, Saved, SleepPhase};
-use crate::types::Region;
-use crate::types::error::DeviceError;
-use crate::types::sleep::{Contents, SleepOptions, SleepReport, SleepState};
+use crate::state::{ArenaState, OutgoingRun, Saved, SleepPhase};
+use crate::types::{Contents, DeviceError, Region, Result, SleepOptions, SleepReport, SleepState};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
@@ -44,10 +41,7 @@ struct Suspension {
 ///
 /// # Errors
 /// Those of [`DeviceArena::sleep`](crate::DeviceArena::sleep).
-pub(crate) async fn suspend(
-    cx: &OpContext<'_>,
-    options: SleepOptions,
-) -> Result<SleepReport, DeviceError> {
+pub(crate) async fn suspend(cx: &OpContext<'_>, options: SleepOptions) -> Result<SleepReport> {
     cx.with(|state| check_same_address(state))?;
     // Read before the state is visible: a clock advanced from then on reaches the deadline.
     let deadline = cx.clock.now() + options.drain;
@@ -64,7 +58,7 @@ pub(crate) async fn suspend(
 }
 
 /// Fails if a block is live and the driver cannot restore its address.
-fn check_same_address(state: &ArenaState) -> Result<(), DeviceError> {
+fn check_same_address(state: &ArenaState) -> Result<()> {
     if state.capabilities.virtual_memory || state.live() == 0 {
         return Ok(());
     }
@@ -73,10 +67,7 @@ fn check_same_address(state: &ArenaState) -> Result<(), DeviceError> {
 }
 
 /// Waits until no lease is held, and then blocks new leases.
-async fn drain_leases(
-    cx: &OpContext<'_>,
-    (drain, deadline): (u64, Moment),
-) -> Result<(), DeviceError> {
+async fn drain_leases(cx: &OpContext<'_>, (drain, deadline): (u64, Moment)) -> Result<()> {
     loop {
         let now = cx.clock.now();
         let bell = cx.with(|state| {
@@ -118,10 +109,7 @@ fn recorded(state: &mut ArenaState, error: DeviceError) -> DeviceError {
 
 /// Runs the steps from the last lease to the end of the sleep. The arena is awake again after an
 /// error.
-async fn release_memory(
-    cx: &OpContext<'_>,
-    options: SleepOptions,
-) -> Result<SleepReport, DeviceError> {
+async fn release_memory(cx: &OpContext<'_>, options: SleepOptions) -> Result<SleepReport> {
     let mut suspension = Suspension::default();
     if let Err(error) = prepare(cx, options, &mut suspension).await {
         return Err(abort(cx, suspension, 0, error).await);
@@ -140,7 +128,7 @@ async fn prepare(
     cx: &OpContext<'_>,
     options: SleepOptions,
     suspension: &mut Suspension,
-) -> Result<(), DeviceError> {
+) -> Result<()> {
     suspension.runs = mark_outgoing(cx, options).await?;
     suspension.saved = stores::save(cx, &suspension.runs).await?;
     cx.with(|state| if state.sleep.is_wanted() { Err(cancelled(state)) } else { Ok(()) })
@@ -148,10 +136,7 @@ async fn prepare(
 
 /// Waits for the calls that were in progress when the last lease was dropped, and for all uses of
 /// memory. Then marks the memory to release.
-async fn mark_outgoing(
-    cx: &OpContext<'_>,
-    options: SleepOptions,
-) -> Result<Vec<OutgoingRun>, DeviceError> {
+async fn mark_outgoing(cx: &OpContext<'_>, options: SleepOptions) -> Result<Vec<OutgoingRun>> {
     for _ in 0..ROUNDS_MAX {
         cx.wait_while(is_busy).await;
         complete_used(cx).await?;

@@ -9,11 +9,14 @@
 //! moves are those of the state; every thread that waits for a change is notified when the lock is
 //! released after a change.
 
-use std::ops::{ControlFlow, Deref, DerefMut};
+use std::ops::ControlFlow;
+#[cfg(test)]
+use std::ops::{Deref, DerefMut};
 use std::pin::Pin;
+use std::sync::Arc;
 
 use crate::engine::context::{OpContext, OpRequest, run_outside, step};
-use crate::state::arena::ArenaState;
+use crate::state::ArenaState;
 use crate::types::Region;
 use lowtide_core::clock::Clock;
 use lowtide_core::fork::Birth;
@@ -26,6 +29,7 @@ pub(crate) struct Executor {
     changed: Condvar,
     /// The number of moved blocks of each region, for readers without the lock.
     moves: [AtomicU64; 2],
+    pub(crate) clock: Arc<dyn Clock>,
     /// In a forked child a thread that does not exist may hold the lock.
     pub(crate) birth: Birth,
 }
@@ -38,43 +42,51 @@ pub(crate) struct StateSlot {
     watchers: u32,
 }
 
+impl StateSlot {
+    #[inline]
+    pub(crate) fn state(&mut self) -> &mut ArenaState {
+        self.state.as_deref_mut().expect("no operation makes a step")
+    }
+}
+
+#[cfg(test)]
 impl Deref for StateSlot {
     type Target = ArenaState;
 
-    #[inline]
     fn deref(&self) -> &ArenaState {
         self.state.as_deref().expect("no operation makes a step")
     }
 }
 
+#[cfg(test)]
 impl DerefMut for StateSlot {
-    #[inline]
     fn deref_mut(&mut self) -> &mut ArenaState {
-        self.state.as_deref_mut().expect("no operation makes a step")
+        self.state()
     }
 }
 
 impl Executor {
-    pub(crate) fn new(state: ArenaState) -> Self {
+    pub(crate) fn new(state: ArenaState, clock: Arc<dyn Clock>) -> Self {
         let slot = StateSlot { state: Some(Box::new(state)), watchers: 0 };
         let (guarded, changed) = (Mutex::new(slot), Condvar::new());
         let moves = [AtomicU64::new(0), AtomicU64::new(0)];
-        Self { guarded, changed, moves, birth: Birth::now() }
+        Self { guarded, changed, moves, clock, birth: Birth::now() }
     }
 
     /// Locks the state. Measures the wait if another thread holds the lock. Who changes the state
     /// publishes that before the lock is released.
     #[inline]
-    pub(crate) fn lock(&self, clock: &dyn Clock) -> MutexGuard<'_, StateSlot> {
-        try_lock(&self.guarded).unwrap_or_else(|| self.lock_contended(clock))
+    pub(crate) fn lock(&self) -> MutexGuard<'_, StateSlot> {
+        try_lock(&self.guarded).unwrap_or_else(|| self.lock_contended())
     }
 
     #[cold]
-    fn lock_contended(&self, clock: &dyn Clock) -> MutexGuard<'_, StateSlot> {
-        let from = clock.now();
+    fn lock_contended(&self) -> MutexGuard<'_, StateSlot> {
+        let from = self.clock.now();
         let mut slot = lock(&self.guarded);
-        slot.totals.lock_contended_total += 1;
-        slot.totals.lock_wait_total += clock.now() - from;
+        let totals = &mut slot.state().totals;
+        totals.lock_contended_total += 1;
+        totals.lock_wait_total += self.clock.now() - from;
         slot
     }
 
@@ -90,15 +102,12 @@ impl Executor {
         self.moves[region.number()].load(Ordering::Relaxed)
     }
 
-    /// Reads or changes the state, without a wait or a driver call.
+    /// Reads or changes the state, without a wait or a driver call. Does not call the sink of a
+    /// recorder: for callers that hold a lock.
     #[inline]
-    pub(crate) fn run_now<T>(
-        &self,
-        clock: &dyn Clock,
-        act: impl FnOnce(&mut ArenaState) -> T,
-    ) -> T {
-        let mut slot = self.lock(clock);
-        let outcome = act(&mut slot);
+    pub(crate) fn run_now<T>(&self, act: impl FnOnce(&mut ArenaState) -> T) -> T {
+        let mut slot = self.lock();
+        let outcome = act(slot.state());
         self.publish(&slot);
         outcome
     }
@@ -116,14 +125,8 @@ impl Executor {
             }
         }
         if slot.watchers > 0 {
-            self.notify();
+            self.changed.notify_all();
         }
-    }
-
-    /// Notifies the threads that wait for a change.
-    #[cold]
-    fn notify(&self) {
-        self.changed.notify_all();
     }
 
     /// Returns the state without the lock, for the only owner of the executor.
@@ -165,7 +168,7 @@ impl Executor {
                     }
                 }
             }
-            slot = self.lock(cx.clock);
+            slot = self.lock();
         }
     }
 }

@@ -28,28 +28,23 @@ use crate::exec::lane::Lanes;
 use crate::exec::reserve;
 use crate::exec::thread_cache::{BlockList, CacheShard};
 use crate::record::{Line, Recording};
-use crate::state::arena::ArenaState;
-use crate::state::event::RequestOrigin;
-use crate::state::failure::AllocFailure;
-use crate::state::raw::RawUser;
-use crate::state::region::{AllocRequest, CacheCounts, Placement, Region};
-use crate::state::streams::StreamKey;
-use crate::types::error::DeviceError;
-use crate::types::snapshot::ArenaSnapshot;
-use lowtide_core::bytes::ByteSize;
+use crate::state::{
+    AllocFailure, AllocRequest, ArenaState, CacheCounts, Placement, RawUser, RequestOrigin,
+    StreamKey,
+};
+use crate::types::{ArenaSnapshot, DeviceError, Region, Result};
 use lowtide_core::clock::Clock;
 use lowtide_core::decay::DecayTime;
-use lowtide_core::log;
 #[cfg(test)]
 use lowtide_core::sync::MutexGuard;
 use lowtide_core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use lowtide_core::sync::{Mutex, lock};
+use lowtide_core::{ByteSize, log};
 
 /// The shared parts of an arena.
 pub(crate) struct ArenaInner {
     pub(crate) name: String,
     pub(crate) driver: Arc<dyn Driver>,
-    pub(crate) clock: Arc<dyn Clock>,
     pub(crate) executor: Executor,
     pub(crate) capabilities: Capabilities,
     /// The smallest unit that the arena commits.
@@ -207,11 +202,10 @@ impl ArenaInner {
         Self {
             name: state.name.clone(),
             driver,
-            clock,
             capabilities,
             granule: ByteSize::new(state.bytes_of(1)),
             largest: Region::ALL.map(|region| state.region(region).largest_ever()),
-            executor: Executor::new(state),
+            executor: Executor::new(state, clock),
             recording,
             caches: ArenaCaches::new(cache, decay, capabilities.asynchronous),
             callbacks: Arc::new(Callbacks::new()),
@@ -224,7 +218,7 @@ impl ArenaInner {
     /// Locks the state, for reading.
     #[cfg(test)]
     pub(crate) fn lock_state(&self) -> MutexGuard<'_, StateSlot> {
-        self.executor.lock(&*self.clock)
+        self.executor.lock()
     }
 
     /// Locks the state if no other thread holds the lock.
@@ -237,15 +231,9 @@ impl ArenaInner {
     /// the sink of a recorder may block, and may use the arena.
     #[inline]
     pub(crate) fn run_now<T>(&self, act: impl FnOnce(&mut ArenaState) -> T) -> T {
-        let outcome = self.executor.run_now(&*self.clock, act);
+        let outcome = self.executor.run_now(act);
         self.flush_events();
         outcome
-    }
-
-    /// Like [`ArenaInner::run_now`], for callers that hold a lock. Does not call the sink.
-    #[inline]
-    pub(crate) fn run_under_lock<T>(&self, act: impl FnOnce(&mut ArenaState) -> T) -> T {
-        self.executor.run_now(&*self.clock, act)
     }
 
     /// Returns `true` if this is the block's current place.
@@ -282,7 +270,7 @@ impl ArenaInner {
     /// Runs an operation to its end on this thread.
     pub(crate) fn run<T>(&self, operation: impl AsyncFnOnce(&OpContext<'_>) -> T) -> T {
         let cx = self.context();
-        let locked = self.executor.lock(&*self.clock);
+        let locked = self.executor.lock();
         let outcome = self.executor.drive(locked, &cx, pin!(operation(&cx)));
         self.flush_events();
         outcome
@@ -296,8 +284,8 @@ impl ArenaInner {
         first: impl FnOnce(&mut ArenaState) -> ControlFlow<T, B>,
         operation: impl AsyncFnOnce(&OpContext<'_>, B) -> T,
     ) -> T {
-        let mut locked = self.executor.lock(&*self.clock);
-        let outcome = match first(&mut locked) {
+        let mut locked = self.executor.lock();
+        let outcome = match first(locked.state()) {
             ControlFlow::Break(outcome) => {
                 self.executor.publish(&locked);
                 drop(locked);
@@ -313,12 +301,12 @@ impl ArenaInner {
     }
 
     fn context(&self) -> OpContext<'_> {
-        OpContext::new(&*self.driver, &*self.clock, self, &self.callbacks)
+        OpContext::new(&*self.driver, &*self.executor.clock, self, &self.callbacks)
     }
 
     /// Fails in a forked child, in which a thread that does not exist there may hold the lock.
     #[inline]
-    pub(crate) fn check_here(&self) -> Result<(), DeviceError> {
+    pub(crate) fn check_here(&self) -> Result<()> {
         if self.executor.birth.is_here() { Ok(()) } else { Err(DeviceError::Forked) }
     }
 
@@ -327,16 +315,13 @@ impl ArenaInner {
     ///
     /// # Errors
     /// `Forked`.
-    pub(crate) fn run_here<T>(
-        &self,
-        act: impl FnOnce(&mut ArenaState) -> T,
-    ) -> Result<T, DeviceError> {
+    pub(crate) fn run_here<T>(&self, act: impl FnOnce(&mut ArenaState) -> T) -> Result<T> {
         self.check_here().map(|()| self.run_now(act))
     }
 
     /// Fails in a forked child, and once the arena is closed.
     #[inline]
-    pub(crate) fn check_open(&self) -> Result<(), DeviceError> {
+    pub(crate) fn check_open(&self) -> Result<()> {
         self.check_here()?;
         if self.is_closed() { Err(self.was_closed()) } else { Ok(()) }
     }
@@ -351,7 +336,7 @@ impl ArenaInner {
         DeviceError::Closed { arena: self.name.clone() }
     }
 
-    pub(crate) fn check_host_access(&self) -> Result<(), DeviceError> {
+    pub(crate) fn check_host_access(&self) -> Result<()> {
         if self.capabilities.host_access { Ok(()) } else { Err(self.no_host_access()) }
     }
 
@@ -426,7 +411,7 @@ impl ArenaInner {
         if blocks.is_empty() {
             return false;
         }
-        self.run_under_lock(|state| blocks.iter().for_each(|owned| owned.release_into(state)));
+        self.executor.run_now(|state| blocks.iter().for_each(|owned| owned.release_into(state)));
         true
     }
 
@@ -450,7 +435,7 @@ impl ArenaInner {
         let still: Vec<_> = shards.iter().map(|shard| shard.still()).collect();
         let mut caches = CacheCounts::default();
         still.iter().for_each(|cache| caches.add(cache.tally));
-        let mut snapshot = self.run_under_lock(|state| state.snapshot(&caches));
+        let mut snapshot = self.executor.run_now(|state| state.snapshot(&caches));
         snapshot.lock_contended_total += self.caches.contended.load(Ordering::Relaxed);
         #[cfg(feature = "cuda")]
         {
@@ -461,20 +446,20 @@ impl ArenaInner {
 
     /// Closes the arena if no block is live and no imported value is held. Returns `true` if the
     /// arena was open. Another thread that closes the arena waits for the result.
-    pub(crate) fn close(&self) -> Result<bool, DeviceError> {
+    pub(crate) fn close(&self) -> Result<bool> {
         let _shut = ShutCaches::shut(self);
         let mut blocks = BlockList::default();
         let _sweep = lock(&self.caches.sweep);
         if self.closed.swap(true, Ordering::Relaxed) {
             return Ok(false);
         }
-        self.run_under_lock(|state| state.is_closed = true);
+        self.executor.run_now(|state| state.is_closed = true);
         // From here on the caches are empty and hand out no block, and the arena checks `closed`
         // under its lock before handing one out.
         self.empty_all(&mut blocks);
         let snapshot = self.snapshot_swept();
         let count = snapshot.allocs_total - snapshot.frees_total;
-        let held = self.run_under_lock(|state| {
+        let held = self.executor.run_now(|state| {
             let imported = &state.outstanding.imported;
             imported.count() - imported.waiting()
         });
@@ -482,7 +467,7 @@ impl ArenaInner {
             return Ok(true);
         }
         self.closed.store(false, Ordering::Relaxed);
-        self.run_under_lock(|state| state.is_closed = false);
+        self.executor.run_now(|state| state.is_closed = false);
         if count == 0 {
             let (arena, bytes) = (self.name.clone(), snapshot.imported);
             return Err(DeviceError::ImportedHeld { arena, count: held, bytes });
@@ -609,9 +594,9 @@ impl ArenaInner {
     ///
     /// # Errors
     /// `OutOfAddresses`, `OutOfMemory`, or `Driver`.
-    pub(crate) fn alloc_block(&self, wanted: AllocRequest) -> Result<Placement, DeviceError> {
+    pub(crate) fn alloc_block(&self, wanted: AllocRequest) -> Result<Placement> {
         let first = |state: &mut ArenaState| {
-            let begun = alloc::begin(state, wanted);
+            let begun = alloc::begin(state, &wanted);
             self.caches.note_live(state.live(), state.limit.get());
             match begun {
                 Begun::Done(placed) => ControlFlow::Break(Ok(placed)),
@@ -631,7 +616,7 @@ impl ArenaInner {
         &self,
         wanted: AllocRequest,
         user: Option<RawUser>,
-    ) -> Result<Placement, DeviceError> {
+    ) -> Result<Placement> {
         let is_guest = user.is_some_and(RawUser::is_guest);
         let mut taker = None;
         let first = |state: &mut ArenaState| {
@@ -640,7 +625,7 @@ impl ArenaInner {
             let guest = taker.filter(|_| is_guest);
             guest.into_iter().for_each(|stream| state.streams.add_guest(stream));
             let target = AllocRequest { taker, ..wanted };
-            let begun = alloc::begin(state, target);
+            let begun = alloc::begin(state, &target);
             self.caches.note_live(state.live(), state.limit.get());
             if let Begun::Done(placed) = begun {
                 raw_block::insert(state, placed, (taker, is_guest));
@@ -675,7 +660,7 @@ impl ArenaInner {
         &self,
         placed: Placement,
         requested: u64,
-    ) -> Result<Option<Placement>, DeviceError> {
+    ) -> Result<Option<Placement>> {
         let outcome = self.run(async |cx| alloc::resize(cx, placed, requested).await);
         let (region, size, origin) = (placed.region(), requested, RequestOrigin::RESIZE);
         let what = AllocRequest { region, size, align: 1, requested, origin, taker: None };

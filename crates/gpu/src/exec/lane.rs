@@ -14,10 +14,7 @@ use crate::exec::inner::ArenaInner;
 use crate::exec::thread_cache::CacheShard;
 #[cfg(feature = "cuda")]
 use crate::exec::view::is_capturing;
-use crate::state::event::LaneNumber;
-use crate::state::raw::RawUser;
-use crate::state::region_index::BlockName;
-use crate::state::streams::StreamKey;
+use crate::state::{BlockName, LaneNumber, RawUser, StreamKey};
 use lowtide_core::fork::Birth;
 
 /// A stream that the arena knows, for as long as the stream may be used.

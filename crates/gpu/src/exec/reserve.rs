@@ -9,8 +9,8 @@
 #![expect(unsafe_code, reason = "memory and addresses are given back to the driver")]
 
 use crate::driver::{DeviceAddress, Driver, DriverError};
+use crate::state::Segment;
 use crate::state::region_index;
-use crate::state::segment::Segment;
 use lowtide_core::bytes::ByteSize;
 
 /// The address space of a region if neither the device's memory nor a limit is known. 512 GiB: more

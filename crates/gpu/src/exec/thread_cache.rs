@@ -36,9 +36,8 @@ use crate::exec::inner::ArenaInner;
 use crate::exec::lane::Lanes;
 #[cfg(feature = "cuda")]
 use crate::exec::view::{self, CachedView, EndedViews, Order, ViewSlot};
-use crate::state::arena::ArenaState;
-use crate::state::region::{CacheCounts, Placement, Region};
-use crate::state::streams::StreamKey;
+use crate::state::{ArenaState, CacheCounts, Placement, StreamKey};
+use crate::types::Region;
 use lowtide_core::sync::atomic::{AtomicU64, Ordering};
 #[cfg(feature = "cuda")]
 use lowtide_core::sync::{Mutex, lock};
@@ -290,7 +289,7 @@ impl CacheShard {
     pub(crate) fn retire(&self) {
         let mut blocks = BlockList::default();
         let mut cache = spin_lock(&self.cache);
-        self.inner.run_under_lock(|state| {
+        self.inner.executor.run_now(|state| {
             self.empty_into(&mut cache, state, &mut blocks);
             state.add_cache(&std::mem::take(&mut cache.tally));
         });
@@ -304,7 +303,7 @@ impl CacheShard {
         if self.cached() > 0 {
             let mut cache = spin_lock(&self.cache);
             let inner = &self.inner;
-            inner.run_under_lock(|state| self.empty_into(&mut cache, state, &mut blocks));
+            inner.executor.run_now(|state| self.empty_into(&mut cache, state, &mut blocks));
             drop(cache);
         }
         !blocks.is_empty()
@@ -387,7 +386,9 @@ impl CacheShards {
     #[inline]
     pub(crate) fn here(&self) -> &Arc<CacheShard> {
         // The number of shards is a power of two and at least two.
-        &self.0[thread_number() & (self.0.len() - 1)]
+        let number = NUMBER.try_with(Cell::get).unwrap_or(0); // any, for a thread that is ending
+        let number = if number == usize::MAX { move_thread() } else { number };
+        &self.0[number & (self.0.len() - 1)]
     }
 }
 
@@ -413,14 +414,6 @@ static NEXT: Number = Number::new(0);
 
 thread_local! {
     static NUMBER: Cell<usize> = const { Cell::new(usize::MAX) };
-}
-
-/// Returns the number of this thread, which selects its shard.
-#[inline]
-fn thread_number() -> usize {
-    // A thread that is ending has no number any more: any shard will do.
-    let number = NUMBER.try_with(Cell::get).unwrap_or(0);
-    if number == usize::MAX { move_thread() } else { number }
 }
 
 /// Moves this thread to a new number, and so to a new shard: another thread uses the old one.

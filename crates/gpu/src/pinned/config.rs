@@ -6,7 +6,7 @@
 //! and clamped, never rejected.
 
 use crate::driver::{HOST_GRANULARITY, HostMemory};
-use crate::types::config::{ArenaConfig, Growth};
+use crate::types::{ArenaConfig, Growth};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::decay::DecayTime;
 

@@ -130,7 +130,8 @@ impl Lane {
         device: &mut Buffer<T>,
         is_to_device: bool,
     ) -> Result<PinnedCopy<T>, DeviceErrorWith<PinnedBuffer<T>>> {
-        assert_room(&host, device);
+        let (wanted, there) = (host.len(), device.len());
+        assert!(wanted <= there, "cannot copy {wanted} elements: the device buffer has {there}");
         match self.queue_copy(&mut host, device, is_to_device) {
             Ok(()) => Ok(PinnedCopy { buffer: host }),
             Err(error) => Err(DeviceErrorWith { error, value: Box::new(host) }),
@@ -185,13 +186,6 @@ impl Lane {
         host.device_use = DeviceUse::None;
         Ok(queued?)
     }
-}
-
-/// # Panics
-/// If the device buffer has fewer elements than the pinned one.
-fn assert_room<T: Pod>(host: &PinnedBuffer<T>, device: &Buffer<T>) {
-    let (wanted, there) = (host.len(), device.len());
-    assert!(wanted <= there, "cannot copy {wanted} elements: the device buffer has {there}");
 }
 
 impl<T: Pod> PinnedCopy<T> {

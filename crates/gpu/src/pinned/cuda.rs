@@ -20,7 +20,7 @@ use cudarc::driver::{CudaStream, HostSlice, SyncOnDrop};
 
 use super::{DeviceUse, PinnedBuffer};
 use crate::api::lane::Lane;
-use crate::types::error::DeviceError;
+use crate::types::{DeviceError, Result};
 use lowtide_core::sync::atomic::{AtomicBool, Ordering};
 
 /// A pinned buffer as cudarc sees it, for copies on the stream of one lane; from
@@ -61,7 +61,7 @@ impl<T: Pod> PinnedBuffer<T> {
     pub fn cuda<'a>(
         &'a mut self,
         lane: &Lane,
-    ) -> Result<impl HostSlice<T> + fmt::Debug + use<'a, T>, DeviceError> {
+    ) -> Result<impl HostSlice<T> + fmt::Debug + use<'a, T>> {
         self.check()?;
         if lane.cuda_stream().is_none() {
             return Err(DeviceError::NoStream { arena: lane.arena().name().to_owned() });

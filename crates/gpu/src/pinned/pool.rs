@@ -19,15 +19,13 @@ use super::driver::PinnedDriver;
 use crate::api::arena::{DeviceArena, limit_text};
 use crate::driver::{DeviceAddress, Driver, DriverError, HostMemory};
 use crate::exec::lane::DriverEvent;
-use crate::state::event::RequestOrigin;
-use crate::types::Region;
+use crate::state::RequestOrigin;
 use crate::types::error::{Bound, DeviceError, is_captures};
-use crate::types::snapshot::{ArenaGlance, ArenaSnapshot};
+use crate::types::{ArenaGlance, ArenaSnapshot, Region, Result};
 use bytemuck::Pod;
-use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Clock;
-use lowtide_core::log;
 use lowtide_core::sync::{Mutex, lock};
+use lowtide_core::{ByteSize, log};
 
 /// A pool of host memory. A cheap handle: clones refer to the same pool.
 ///
@@ -89,7 +87,7 @@ impl PinnedPool {
         driver: Arc<dyn Driver>,
         clock: Arc<dyn Clock>,
         config: PinnedConfig,
-    ) -> Result<Self, DeviceError> {
+    ) -> Result<Self> {
         let (low, high) = (config.low_watermark, config.high_watermark);
         if low > high {
             return Err(DeviceError::Watermarks { low, high });
@@ -120,7 +118,7 @@ impl PinnedPool {
     /// process may not lock that much. The pool stays usable after each.
     ///
     /// [`DriverError::LockLimit`]: crate::driver::DriverError::LockLimit
-    pub fn alloc<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, DeviceError> {
+    pub fn alloc<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>> {
         PinnedBuffer::alloc(&self.0, len)
     }
 
@@ -128,7 +126,7 @@ impl PinnedPool {
     ///
     /// # Errors
     /// The errors of [`PinnedPool::alloc`].
-    pub fn alloc_from<T: Pod>(&self, data: &[T]) -> Result<PinnedBuffer<T>, DeviceError> {
+    pub fn alloc_from<T: Pod>(&self, data: &[T]) -> Result<PinnedBuffer<T>> {
         let mut buffer = self.alloc(data.len())?;
         buffer.write_at(0, data)?;
         Ok(buffer)
@@ -140,7 +138,7 @@ impl PinnedPool {
     ///
     /// # Errors
     /// [`DeviceError::Driver`], with earlier releases accounted for; [`DeviceError::Forked`].
-    pub fn maintain(&self) -> Result<ByteSize, DeviceError> {
+    pub fn maintain(&self) -> Result<ByteSize> {
         self.0.maintain()
     }
 
@@ -149,7 +147,7 @@ impl PinnedPool {
     ///
     /// # Errors
     /// The errors of [`PinnedPool::maintain`].
-    pub fn trim(&self, keep: ByteSize) -> Result<ByteSize, DeviceError> {
+    pub fn trim(&self, keep: ByteSize) -> Result<ByteSize> {
         self.0.check_here()?;
         self.0.free_completed();
         self.0.arena.trim(keep)
@@ -159,7 +157,7 @@ impl PinnedPool {
     ///
     /// # Errors
     /// The errors of [`PinnedPool::maintain`].
-    pub fn purge(&self) -> Result<ByteSize, DeviceError> {
+    pub fn purge(&self) -> Result<ByteSize> {
         self.trim(ByteSize::ZERO)
     }
 
@@ -234,7 +232,7 @@ impl PinnedPool {
     /// [`DeviceError::LiveBlocks`] if a buffer exists, or memory is quarantined: the pool stays
     /// open. [`DeviceError::Driver`] if the driver did not release everything: the pool is closed.
     /// [`DeviceError::Forked`].
-    pub fn close(&self) -> Result<(), DeviceError> {
+    pub fn close(&self) -> Result<()> {
         self.0.check_here()?;
         self.0.wait_for_copies();
         self.0.arena.close()
@@ -253,7 +251,7 @@ impl PinnedPool {
 
 impl PoolShared {
     /// Fails in a forked child, in which a thread that does not exist there may hold a lock.
-    pub(super) fn check_here(&self) -> Result<(), DeviceError> {
+    pub(super) fn check_here(&self) -> Result<()> {
         self.arena.inner().check_here()
     }
 
@@ -262,10 +260,7 @@ impl PoolShared {
     }
 
     /// Allocates a block for `len` elements; returns `None` if they have no bytes.
-    pub(super) fn alloc_block<T: Pod>(
-        &self,
-        len: usize,
-    ) -> Result<Option<PinnedBlock>, DeviceError> {
+    pub(super) fn alloc_block<T: Pod>(&self, len: usize) -> Result<Option<PinnedBlock>> {
         let (size, align) =
             self.arena.inner().layout::<T>(len, None, Region::Dynamic, RequestOrigin::BUFFER)?;
         if size.is_zero() {
@@ -284,7 +279,11 @@ impl PoolShared {
         if allocated.as_ref().is_err_and(DeviceError::is_out_of_memory) && self.free_completed() {
             allocated = alloc();
         }
-        let block = allocated.map_err(|error| self.or_lock_limit(error))?;
+        // A lock limit in place of the error that it caused.
+        let block = allocated.map_err(|error| match (&error, self.driver.lock_limit()) {
+            (DeviceError::OutOfMemory { bound: Bound::Driver, .. }, Some(limit)) => limit.into(),
+            _ => error,
+        })?;
         let (at, size) = (block.at, block.size);
         let (start, memory) = self.driver.find(at).ok_or(DeviceError::NotLive { at })?;
         Ok(Some(PinnedBlock { at, start, size, memory }))
@@ -296,18 +295,10 @@ impl PoolShared {
         held.saturating_sub(self.arena.glance().live) >= size
     }
 
-    /// Returns the lock limit in place of the error that it caused.
-    fn or_lock_limit(&self, error: DeviceError) -> DeviceError {
-        match (&error, self.driver.lock_limit()) {
-            (DeviceError::OutOfMemory { bound: Bound::Driver, .. }, Some(limit)) => limit.into(),
-            _ => error,
-        }
-    }
-
-    pub(super) fn maintain(&self) -> Result<ByteSize, DeviceError> {
+    pub(super) fn maintain(&self) -> Result<ByteSize> {
         self.check_here()?;
         self.free_completed();
-        let decayed = self.arena.decay(self.arena.inner().clock.now())?;
+        let decayed = self.arena.decay(self.arena.inner().executor.clock.now())?;
         let ArenaGlance { committed, idle, .. } = self.arena.glance();
         if idle <= self.config.high_watermark {
             return Ok(decayed);

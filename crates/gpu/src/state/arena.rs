@@ -13,24 +13,22 @@ use crate::index::{End, Span};
 use crate::state::aging::{Ages, Aging};
 use crate::state::event::{EventLog, LaneNumber, requested};
 use crate::state::failure::{AllocFailure, Cause, CompactionEstimate};
-use crate::state::granules::{GranuleCall, Leave, MemoryCounts};
 use crate::state::growth::GrowthSteps;
 use crate::state::moves::MoveState;
 use crate::state::outstanding::{Captured, ImportedRange, Outstanding};
 use crate::state::pending::{Dependencies, StreamUses};
 use crate::state::raw::{RawBlocks, RawUse};
 use crate::state::region::{
-    AllocRequest, CacheCounts, PlacedRun, Placement, Region, RegionState, Search, end_of,
+    AllocRequest, CacheCounts, PlacedRun, Placement, RegionState, Search, end_of,
 };
 use crate::state::region_index::{APART_FROM, BlockName};
-use crate::state::segment::{Cursor, Run, Runs, Segment};
+use crate::state::segment::{Cursor, GranuleCall, Leave, MemoryCounts, Runs, Segment};
 use crate::state::sleep::{Sleep, SleepPhase};
 use crate::state::streams::{StreamKey, StreamTable};
-use crate::types::compact::DeviceCosts;
 use crate::types::config::{ArenaConfig, decay_nanos};
-use crate::types::error::DeviceError;
-use crate::types::sleep::SleepState;
-use crate::types::snapshot::{ArenaSnapshot, RegionSnapshot};
+use crate::types::{
+    ArenaSnapshot, DeviceCosts, DeviceError, Region, RegionSnapshot, Result, SleepState,
+};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, Moment};
 use lowtide_core::decay::DecayTime;
@@ -210,7 +208,7 @@ impl ArenaState {
     /// Finds addresses for a block. Returns the uses that must complete before the block is used.
     pub(crate) fn place(
         &mut self,
-        wanted: AllocRequest,
+        wanted: &AllocRequest,
         search: Search,
     ) -> Result<(Placement, Dependencies), AllocFailure> {
         let shares = self.shares_granules() && matches!(search, Search::Usual);
@@ -230,7 +228,7 @@ impl ArenaState {
     }
 
     /// Records that a placed block has its memory and is allocated.
-    pub(crate) fn mark_live(&mut self, request: AllocRequest, placed: Placement) {
+    pub(crate) fn mark_live(&mut self, request: &AllocRequest, placed: Placement) {
         self.region_mut(request.region).mark_live(placed);
         self.events.push("alloc", |line| {
             requested(line, request).number("size", placed.span.size).address(placed.at)
@@ -310,17 +308,16 @@ impl ArenaState {
     }
 
     /// Records the result of a commit.
-    pub(crate) fn end_commit(&mut self, region: Region, run: Run, done: bool) {
-        let segment = &mut self.region_mut(region).segment;
-        let (at, size) = segment.place_of(run);
-        segment.end(run, GranuleCall::Commit, done);
+    pub(crate) fn end_commit(&mut self, run: PlacedRun, done: bool) {
+        let segment = &mut self.region_mut(run.region).segment;
+        segment.end(run.run, GranuleCall::Commit, done);
         self.results += 1;
         if done {
-            self.note_committed(at, size);
+            self.note_committed(run.at, run.size);
         }
         if done && self.memory().idle() > 0 {
-            let span = self.region(region).segment.span_of(run);
-            self.note_idle(region, span); // some of it was committed ahead
+            let span = self.region(run.region).segment.span_of(run.run);
+            self.note_idle(run.region, span); // some of it was committed ahead
         }
     }
 
@@ -333,7 +330,7 @@ impl ArenaState {
     ///
     /// # Errors
     /// `TooManyLeases`.
-    pub(crate) fn enter(&mut self) -> Result<(), DeviceError> {
+    pub(crate) fn enter(&mut self) -> Result<()> {
         let leases = self.leases.checked_add(1);
         self.leases = leases.ok_or(DeviceError::TooManyLeases { limit: u32::MAX })?;
         self.moves.leases_total += 1;
@@ -532,7 +529,7 @@ impl ArenaState {
     /// Counts a failed request.
     pub(crate) fn note_failure(
         &mut self,
-        request: AllocRequest,
+        request: &AllocRequest,
         (cause, error): (Cause, &DeviceError),
     ) {
         let totals = &mut self.totals;
@@ -659,7 +656,7 @@ impl ArenaState {
     /// are no offsets for it.
     pub(crate) fn begin_segment(
         &mut self,
-        wanted: AllocRequest,
+        wanted: &AllocRequest,
         search: Search,
         needed: u64,
         grow: bool,
@@ -680,7 +677,7 @@ impl ArenaState {
     pub(crate) fn end_segment(&mut self, region: Region, span: Span, at: Option<DeviceAddress>) {
         let state = self.region_mut(region);
         if let Some(pieces) = &mut state.segment.pieces {
-            pieces.end(&mut state.index, span.offset, at);
+            pieces.end(&mut state.index, span.offset, (at, at.is_some()));
         }
         self.results += 1;
         if let Some(at) = at {

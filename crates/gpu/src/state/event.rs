@@ -65,7 +65,10 @@ impl EventLog {
 }
 
 /// Adds a request for a block to its line.
-pub(crate) fn requested<'a, 'b>(line: &'a mut Line<'b>, request: AllocRequest) -> &'a mut Line<'b> {
+pub(crate) fn requested<'a, 'b>(
+    line: &'a mut Line<'b>,
+    request: &AllocRequest,
+) -> &'a mut Line<'b> {
     let RequestOrigin { kind, lane } = request.origin;
     line.text("kind", kind.name())
         .text("region", request.region.name())

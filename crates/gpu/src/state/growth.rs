@@ -5,7 +5,7 @@
 //!
 //! Invariant: `needed <= committed by one step <= max(needed, cap, room)`.
 
-use crate::types::config::Growth;
+use crate::types::Growth;
 
 /// The steps of one arena.
 #[derive(Debug)]

@@ -11,7 +11,7 @@ use crate::state::compact::plan::Hold;
 use crate::state::region::Placement;
 use crate::state::region_index::BlockName;
 use crate::state::streams::StreamKey;
-use crate::types::sleep::Contents;
+use crate::types::Contents;
 
 /// The blocks that a compaction moves now: one batch. Of each that its owner has freed meanwhile, the
 /// place, and the streams that used it, none if they are unknown.
@@ -93,6 +93,8 @@ impl PinEntry {
 #[derive(Debug, Default)]
 pub(crate) struct Pins {
     entries: BTreeMap<BlockName, PinEntry>,
+    /// The number of entries with a treatment of contents.
+    with_contents: usize,
     /// Blocks that an operation has placed but not yet completed: about one per thread.
     busy: Vec<BlockName>,
     /// Blocks that a copy whose end was not observed may still use: none, unless the driver failed.
@@ -148,11 +150,16 @@ impl Pins {
 
     /// Sets the treatment of a block's contents; `None` for the region's.
     pub(crate) fn set_contents(&mut self, id: BlockName, contents: Option<Contents>) {
+        self.with_contents -= usize::from(self.contents(id).is_some());
+        self.with_contents += usize::from(contents.is_some());
         self.change(id, |entry| entry.contents = contents);
     }
 
-    /// Returns the treatment of a block's contents.
+    /// Returns the treatment of a block's contents. One comparison if no block has its own.
     pub(crate) fn contents(&self, id: BlockName) -> Option<Contents> {
+        if self.with_contents == 0 {
+            return None;
+        }
         self.entries.get(&id)?.contents
     }
 
@@ -171,7 +178,8 @@ impl Pins {
     /// Removes the settings of a freed block. Two comparisons if no block has any.
     pub(crate) fn forget(&mut self, id: BlockName) {
         if !self.entries.is_empty() {
-            self.entries.remove(&id);
+            let gone = self.entries.remove(&id);
+            self.with_contents -= usize::from(gone.is_some_and(|entry| entry.contents.is_some()));
         }
         if !self.copied.is_empty() {
             self.copied.retain(|&copied| copied != id);
@@ -194,6 +202,8 @@ impl Pins {
     /// If the invariant is violated.
     pub(crate) fn validate(&self, is_live: impl Fn(BlockName) -> bool) {
         assert!(self.entries.iter().all(|(&id, &entry)| is_live(id) && entry != PinEntry::NONE));
+        let with_contents = self.entries.values().filter(|entry| entry.contents.is_some());
+        assert_eq!(self.with_contents, with_contents.count());
         assert!(self.busy.iter().chain(&self.copied).all(|&id| is_live(id)));
     }
 

@@ -11,14 +11,13 @@
 use crate::driver::DeviceAddress;
 use crate::index::{ALIGN, End, Request, Span};
 use crate::state::event::RequestOrigin;
-use crate::state::granules::GranuleCall;
 use crate::state::moves::Pins;
 use crate::state::pending::{Dependencies, Pending, StreamUses};
 use crate::state::region_index::{BlockName, RegionIndex};
-use crate::state::segment::{Run, Segment};
+use crate::state::segment::{GranuleCall, Run, Segment};
 use crate::state::streams::StreamKey;
-pub(crate) use crate::types::Region;
-use crate::types::snapshot::RegionSnapshot;
+use crate::types::Region;
+use crate::types::RegionSnapshot;
 use lowtide_core::bytes::ByteSize;
 
 /// Blocks below this size are placed in the region's range for small blocks. Half a granule of 2
@@ -162,7 +161,7 @@ impl RegionState {
     /// Small blocks are placed separately unless the search includes the large ones.
     pub(crate) fn place(
         &mut self,
-        wanted: AllocRequest,
+        wanted: &AllocRequest,
         search: Search,
     ) -> Option<(Placement, Dependencies)> {
         let is_apart = !matches!(search, Search::AmongLarge);
@@ -198,7 +197,7 @@ impl RegionState {
     }
 
     /// Records a block at the place that was taken for it, as arriving.
-    pub(crate) fn put(&mut self, wanted: AllocRequest, id: BlockName, span: Span) -> Placement {
+    pub(crate) fn put(&mut self, wanted: &AllocRequest, id: BlockName, span: Span) -> Placement {
         self.segment.touch(span);
         self.arriving += span.size;
         let at = self.segment.address_of(span.offset);
@@ -210,7 +209,7 @@ impl RegionState {
 
     /// Finds a place of whole granules among the large blocks that has no memory, and marks it as
     /// arriving, for an operation. Walks the blocks.
-    pub(crate) fn place_bare(&mut self, wanted: AllocRequest) -> Option<Placement> {
+    pub(crate) fn place_bare(&mut self, wanted: &AllocRequest) -> Option<Placement> {
         let mut free = self.free_low();
         // At the end of a free span, which is least likely to have memory.
         let segment = &self.segment;
@@ -231,7 +230,7 @@ impl RegionState {
 
     /// Finds a place among the large blocks that needs no wait. Walks the blocks: for callers that
     /// must not wait.
-    fn take_clear(&mut self, wanted: AllocRequest) -> Option<(BlockName, Span)> {
+    fn take_clear(&mut self, wanted: &AllocRequest) -> Option<(BlockName, Span)> {
         let needed = (wanted.size, wanted.align);
         let clear = |span| self.pending.first_clear(span, needed, wanted.taker);
         let places = self.free_low().filter_map(clear);
@@ -503,7 +502,7 @@ impl RegionState {
         let origin = RequestOrigin::BUFFER;
         let (region, size) = (self.index.region, span.size);
         let wanted = AllocRequest { region, size, align: ALIGN, requested: 0, origin, taker: None };
-        Some(self.put(wanted, id, span))
+        Some(self.put(&wanted, id, span))
     }
 
     /// Moves a block to the place taken for it, ends the operation and frees the old place. Returns
@@ -527,7 +526,7 @@ impl RegionState {
 
     /// Places a block, as arriving, in a free span that holds it: at the end of the span at which
     /// blocks of its size are placed.
-    pub(crate) fn place_in(&mut self, wanted: AllocRequest, within: Span) -> Option<Placement> {
+    pub(crate) fn place_in(&mut self, wanted: &AllocRequest, within: Span) -> Option<Placement> {
         let offset = match self.index.end_at(within.offset) {
             End::Low => within.offset,
             End::High => (within.end() - wanted.size) / wanted.align * wanted.align,
@@ -557,7 +556,7 @@ impl RegionState {
     pub(crate) fn end_leave(&mut self, run: Run, done: bool) {
         let offset = self.segment.span_of(run).offset;
         match &mut self.segment.pieces {
-            Some(pieces) => pieces.end_leave(&mut self.index, offset, done),
+            Some(pieces) => pieces.end(&mut self.index, offset, (None, !done)),
             None => self.segment.end(run, GranuleCall::Leave, done),
         }
     }

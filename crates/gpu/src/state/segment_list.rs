@@ -14,9 +14,8 @@ use std::collections::BTreeMap;
 use crate::driver::DeviceAddress;
 use crate::index::{End, Span};
 use crate::state::aging::{Ages, Stamp};
-use crate::state::granules::{Leave, MemoryCounts};
 use crate::state::region_index::{BlockName, RegionIndex};
-use crate::state::segment::{Run, Runs};
+use crate::state::segment::{Leave, MemoryCounts, Run, Runs};
 use lowtide_core::bytes::ByteSize;
 
 /// A wall or a piece. It begins at its key in the table.
@@ -139,19 +138,6 @@ impl SegmentList {
         Some(span)
     }
 
-    /// Records the result of an allocation: the address of the piece, if it was allocated. The span
-    /// is then free, and no other thread has been notified.
-    pub(crate) fn end(&mut self, index: &mut RegionIndex, offset: u64, at: Option<DeviceAddress>) {
-        let Some(piece) = self.piece_mut(offset) else { return };
-        debug_assert_eq!(piece.state, PieceState::Committing, "it was asked for");
-        piece.state = PieceState::Committed;
-        piece.at = at.unwrap_or(piece.at);
-        match at {
-            Some(_) => self.release(index, offset),
-            None => self.drop_piece(index, offset),
-        }
-    }
-
     /// Marks an idle piece as leaving; with ages, only an expired one. Chooses the smallest piece
     /// that has the granules, or else the largest. Takes one step per piece.
     pub(crate) fn begin_leave(&mut self, index: &mut RegionIndex, leave: &Leave) -> Option<Run> {
@@ -180,15 +166,22 @@ impl SegmentList {
         true
     }
 
-    /// Records the result of a release. If the piece stays, its span is free again.
-    pub(crate) fn end_leave(&mut self, index: &mut RegionIndex, offset: u64, done: bool) {
+    /// Records the result of an allocation, with the address of the piece, or of a release. The span
+    /// of a piece that is there is then free, and no other thread has been notified.
+    pub(crate) fn end(
+        &mut self,
+        index: &mut RegionIndex,
+        offset: u64,
+        (at, is_there): (Option<DeviceAddress>, bool),
+    ) {
         let Some(piece) = self.piece_mut(offset) else { return };
-        debug_assert_eq!(piece.state, PieceState::Leaving, "it was on its way");
+        debug_assert_ne!(piece.state, PieceState::Committed, "a call was in progress");
         piece.state = PieceState::Committed;
-        if done {
-            self.drop_piece(index, offset);
-        } else {
+        piece.at = at.unwrap_or(piece.at);
+        if is_there {
             self.release(index, offset);
+        } else {
+            self.drop_piece(index, offset);
         }
     }
 

@@ -31,7 +31,7 @@ fn nearly_full(granules: u64) -> (DeviceArena, Arc<FaultInjectingDriver>, Buffer
 /// Places a block that waits for its memory.
 fn place(arena: &DeviceArena, size: ByteSize) -> Placement {
     let target = AllocRequest::new(DYNAMIC, size, ALIGN).expect("not empty");
-    let placed = arena.inner().run_now(|state| state.place(target, Search::Usual));
+    let placed = arena.inner().run_now(|state| state.place(&target, Search::Usual));
     placed.expect("room").0
 }
 

@@ -271,7 +271,7 @@ impl<'a> World<'a> {
         let lane = self.pick(self.lanes.len());
         let wanted = AllocRequest::new(region, size, ByteSize::new(256)).expect("not empty");
         let target = AllocRequest { taker: Some(self.lanes[lane].key), ..wanted };
-        let begun = alloc::begin(self.state(), target);
+        let begun = alloc::begin(self.state(), &target);
         self.changes += 1;
         let block = move |placed| StepBlock { region, placed, lane, written: None };
         if let Begun::Done(placed) = begun {
@@ -608,11 +608,12 @@ fn the_peak_of_committed_memory_counts_each_commit() {
         state(&sim, &clock, &ArenaConfig { reserve: ByteSize::kib(512), ..config(ByteSize::MAX) });
     let target = AllocRequest::new(Region::Dynamic, STEP_GRANULE, ByteSize::new(256));
     let target = target.expect("not empty");
-    let (placed, _) = state.place(target, Search::Usual).expect("room");
+    let (placed, _) = state.place(&target, Search::Usual).expect("room");
     let options = CommitOptions { grow: false, large_handles: true };
     let runs = state.begin_commit(Region::Dynamic, placed.span, STEP_GRANULE.get(), options);
     for run in runs {
-        state.end_commit(Region::Dynamic, run, true);
+        let run = state.region(Region::Dynamic).placed_run(run);
+        state.end_commit(run, true);
         state.validate();
     }
 }

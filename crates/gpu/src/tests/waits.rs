@@ -57,7 +57,7 @@ fn a_block_that_waits_for_its_memory_while_the_arena_falls_asleep_is_not_asleep(
     let mut state = steps::state(&sim, &clock, &config(ByteSize::mib(4)));
     let (size, align) = (ByteSize::kib(64), ByteSize::new(256));
     let target = AllocRequest::new(DYNAMIC, size, align).expect("not empty");
-    let (placed, claim) = state.place(target, Search::Usual).expect("room");
+    let (placed, claim) = state.place(&target, Search::Usual).expect("room");
     for phase in [SleepPhase::Awake, SleepPhase::Draining(1), SleepPhase::Suspending] {
         state.sleep.phase = phase;
         let snapshot = state.snapshot(&CacheCounts::default());

@@ -357,6 +357,9 @@ pub enum DeviceError {
     Driver(#[from] DriverError),
 }
 
+/// The result of an operation on an arena or a pool.
+pub(crate) type Result<T, E = DeviceError> = std::result::Result<T, E>;
+
 /// The error of an operation that took a value, or did a part of its work, with that value.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("{error}")]

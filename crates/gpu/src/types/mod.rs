@@ -6,6 +6,13 @@ pub(crate) mod error;
 pub(crate) mod sleep;
 pub(crate) mod snapshot;
 
+pub use compact::{CompactOptions, CompactReport, DeviceCosts, Moved};
+pub use config::{ArenaConfig, Growth};
+pub(crate) use error::Result;
+pub use error::{Bound, DeviceError, DeviceErrorWith, Shortage};
+pub use sleep::{Contents, HostBudget, SleepConfig, SleepOptions, SleepReport, SleepState};
+pub use snapshot::{ArenaGlance, ArenaSnapshot, RegionSnapshot};
+
 lowtide_core::named_enum! {
     /// The part of an arena for one kind of lifetime. Neither has a fixed share of the memory.
     ///
