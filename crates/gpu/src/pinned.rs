@@ -35,7 +35,7 @@ use bytemuck::Pod;
 use self::pool::{PinnedBlock, PoolShared};
 use crate::api::raw::RawBlock;
 use crate::driver::HostMemory;
-use crate::exec::lane::DriverEvent;
+use crate::exec::DriverEvent;
 use crate::state::RequestOrigin;
 use crate::types::{DeviceError, Region, Result};
 use lowtide_core::bytes::ByteSize;

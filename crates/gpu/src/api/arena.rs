@@ -18,10 +18,10 @@ use crate::driver::{Backend, Capabilities, Driver};
 use crate::engine::callbacks::Callbacks;
 use crate::engine::suspend::next_sleep;
 use crate::engine::{completion, import, raw_block, resume, stores};
-use crate::exec::inner::ArenaInner;
-use crate::exec::lane::LaneInner;
 use crate::exec::reserve;
-use crate::exec::thread_cache::{BlockHandle, BlockList, CacheKey, CacheShard, CacheShards};
+use crate::exec::{
+    ArenaInner, BlockHandle, BlockList, CacheKey, CacheShard, CacheShards, LaneInner,
+};
 use crate::index::ALIGN;
 use crate::record::Recording;
 use crate::state::event::{RequestOrigin, requested};
@@ -142,12 +142,12 @@ impl DeviceArena {
     ) -> Result<Buffer<T>> {
         let origin =
             RequestOrigin { lane: lane.and_then(|lane| lane.number), ..RequestOrigin::BUFFER };
-        let (bytes, align) = self.inner.layout::<T>(len, None, region, origin)?;
+        let layout = self.inner.layout::<T>(len, None, region, origin)?;
         let taker = lane.and_then(|lane| lane.key);
-        let wanted = AllocRequest::new(region, bytes, align);
-        let wanted = wanted.map(|of| AllocRequest { origin, taker, ..of });
+        let wanted = AllocRequest::new(region, layout, origin);
+        let wanted = wanted.map(|of| AllocRequest { taker, ..of });
         let shard = lane.map_or_else(|| Some(self.shards.here()), |lane| lane.shard.as_ref());
-        if let (Some(wanted), Some(shard)) = (&wanted, shard)
+        if let (Some(wanted), Some(shard)) = (wanted, shard)
             && let Some(mut owned) = self.kept(shard, wanted)
         {
             lane.into_iter().for_each(|lane| owned.lanes.add(Arc::clone(lane)));
@@ -188,11 +188,8 @@ impl DeviceArena {
         let (bytes, _) = self.inner.layout::<T>(len, None, region, origin)?;
         let granule = self.inner.granule;
         let whole = bytes.next_multiple_of(granule).unwrap_or(bytes);
-        let wanted = AllocRequest::new(region, whole, granule).map(|of| AllocRequest {
-            requested: bytes.get(),
-            origin,
-            ..of
-        });
+        let wanted = AllocRequest::new(region, (whole, granule), origin);
+        let wanted = wanted.map(|of| AllocRequest { requested: bytes.get(), ..of });
         let buffer = self.alloc_as(wanted, None, len, region)?;
         if wanted.is_some() {
             self.inner.run_now(|state| state.totals.reserves_total += 1);
@@ -408,7 +405,7 @@ impl DeviceArena {
 
     /// Returns a block from a cache, if the cache has one.
     #[inline]
-    fn kept(&self, shard: &CacheShard, wanted: &AllocRequest) -> Option<Box<BlockHandle>> {
+    fn kept(&self, shard: &CacheShard, wanted: AllocRequest) -> Option<Box<BlockHandle>> {
         // Blocks with larger alignments have an entry in the arena's metadata.
         if wanted.size > shard.room() || wanted.align > ALIGN {
             return None;
@@ -473,10 +470,10 @@ impl ArenaInner {
             return Err(DeviceError::Alignment { requested: align, largest: largest_align });
         }
         let largest = self.largest[region.number()];
-        match element.checked_mul(ByteSize::of(len).get()) {
-            Some(bytes) if bytes <= largest => Ok((bytes, align)),
+        match element.get().checked_mul(len as u64) {
+            Some(bytes) if bytes <= largest.get() => Ok((ByteSize::new(bytes), align)),
             bytes => {
-                let (size, align) = (bytes.unwrap_or(ByteSize::MAX).get(), align.get());
+                let (size, align) = (bytes.unwrap_or(u64::MAX), align.get());
                 let (requested, taker) = (size, None);
                 let request = AllocRequest { region, size, align, requested, origin, taker };
                 self.refuse_too_large(&request);

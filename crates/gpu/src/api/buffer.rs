@@ -22,8 +22,7 @@ use crate::api::lane::{Lane, Lease};
 use crate::driver::DeviceAddress;
 use crate::engine::alloc::copy_to;
 use crate::engine::move_block::resolve;
-use crate::exec::inner::ArenaInner;
-use crate::exec::thread_cache::{BlockHandle, BlockPlace};
+use crate::exec::{ArenaInner, BlockHandle, BlockPlace};
 use crate::state::{AllocRequest, ArenaState, Placement, RequestOrigin};
 use crate::types::{Contents, DeviceError, Region, Result};
 use lowtide_core::bytes::ByteSize;
@@ -152,8 +151,9 @@ impl<T: Pod> Buffer<T> {
         self.check_uncaptured()?;
         let inner = self.inner();
         let region = self.region();
-        let (bytes, align) = inner.layout::<T>(len, None, region, RequestOrigin::BUFFER)?;
-        let block = match (AllocRequest::new(region, bytes, align), self.owned.block) {
+        let origin = RequestOrigin::BUFFER;
+        let layout = inner.layout::<T>(len, None, region, origin)?;
+        let block = match (AllocRequest::new(region, layout, origin), self.owned.block) {
             (None, _) => None,
             (Some(wanted), None) => {
                 let placed = inner.alloc_block(wanted)?;
@@ -162,7 +162,7 @@ impl<T: Pod> Buffer<T> {
                 }
                 Some(placed)
             }
-            (Some(wanted), Some(old)) => match inner.resize_in_place(old, bytes.get())? {
+            (Some(wanted), Some(old)) => match inner.resize_in_place(old, layout.0.get())? {
                 Some(resized) => Some(resized),
                 None => {
                     let _lease = Lease::of(inner, self.owned.lanes.iter().cloned().collect())?;
@@ -306,7 +306,7 @@ impl BlockPlace {
     /// callers read the same count and store the same address, and a thread that reads that count
     /// from `moves` reads the address stored before it.
     fn get(&self, inner: &ArenaInner, block: Placement) -> Result<DeviceAddress> {
-        let moves = inner.executor.moves(block.region());
+        let moves = inner.executor.moves(block.id.region());
         if self.moves.load(Ordering::Acquire) == moves {
             return Ok(DeviceAddress::new(self.at.load(Ordering::Relaxed)));
         }

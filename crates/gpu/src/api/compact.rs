@@ -12,13 +12,14 @@
 //! Invariants: `moved <= budget`; no block moves while a lease is held; a pinned block does not
 //! move.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::api::arena::DeviceArena;
 use crate::engine::move_block::{
-    self, BatchOutcome, BatchRefusal, Layout, MovedBlock, batch_limit, move_batch, names,
+    self, BatchOutcome, BatchRefusal, Layout, MovedBlock, batch_limit, move_batch,
 };
-use crate::exec::inner::ArenaInner;
+use crate::exec::ArenaInner;
 use crate::state::compact::plan::{PASSES_MAX, first_batch};
 use crate::state::{BlockName, StreamKey};
 use crate::types::{
@@ -211,7 +212,10 @@ fn make_moves(
     moved: &mut impl FnMut(Moved),
 ) -> Result<()> {
     let (layout, mut names, limit) = inner.run_now(|state| {
-        (Layout::of(state, options), names(state, options.region), batch_limit(state))
+        let blocks = state.region(options.region).index.blocks();
+        let names = blocks.filter_map(|(span, id)| Some((span.offset, id?)));
+        let names: BTreeMap<_, _> = names.collect();
+        (Layout::of(state, options), names, batch_limit(state))
     });
     let plan = layout.plan(options, PASSES_MAX);
     let (mut made_idle, mut made_active) = (0, 0);

@@ -41,7 +41,7 @@ impl RawBlock {
             at: placed.at,
             requested: ByteSize::new(placed.requested),
             size: ByteSize::new(placed.span.size),
-            region: placed.region(),
+            region: placed.id.region(),
         }
     }
 }
@@ -212,9 +212,9 @@ impl DeviceArena {
         let inner = self.inner();
         let origin = RequestOrigin { lane: user.and_then(RawUser::number), ..RequestOrigin::RAW };
         let len = size.as_usize().unwrap_or(usize::MAX);
-        let (size, align) = inner.layout::<u8>(len, Some(align), region, origin)?;
-        let wanted = AllocRequest::new(region, size, align).ok_or(DeviceError::ZeroSize)?;
-        let placed = inner.alloc_raw_block(AllocRequest { origin, ..wanted }, user)?;
+        let layout = inner.layout::<u8>(len, Some(align), region, origin)?;
+        let wanted = AllocRequest::new(region, layout, origin).ok_or(DeviceError::ZeroSize)?;
+        let placed = inner.alloc_raw_block(wanted, user)?;
         Ok(RawBlock::of(placed))
     }
 

@@ -21,7 +21,7 @@ use crate::engine::import;
 use crate::engine::resume::{sleeps_empty, wake_if_empty};
 use crate::engine::split::release_stuck;
 use crate::engine::stores;
-use crate::exec::inner::ArenaInner;
+use crate::exec::ArenaInner;
 use crate::state::ArenaState;
 use crate::types::Result;
 use lowtide_core::clock::Moment;

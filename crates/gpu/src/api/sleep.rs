@@ -28,7 +28,7 @@ use crate::api::lane::Lease;
 use crate::engine::resume::{begin_wake, fail_wake, resume, wake, wake_at_once};
 use crate::engine::stores;
 use crate::engine::suspend::{is_busy, next_sleep, suspend};
-use crate::exec::inner::ArenaInner;
+use crate::exec::ArenaInner;
 use crate::state::SleepPhase;
 use crate::types::{DeviceError, HostBudget, Result, SleepOptions, SleepReport, SleepState};
 use lowtide_core::clock::Moment;

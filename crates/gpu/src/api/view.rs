@@ -23,8 +23,8 @@ use crate::api::buffer::Buffer;
 use crate::api::interop::Imported;
 use crate::api::lane::{Lane, Lease};
 use crate::driver::StreamHandle;
-use crate::exec::lane::{Keeps, LaneInner};
 use crate::exec::view::{Order, no_stream};
+use crate::exec::{Keeps, LaneInner};
 use crate::types::{DeviceError, Result};
 
 impl DeviceArena {

@@ -279,7 +279,7 @@ pub(crate) async fn resize_in_place(
     }
     // The block's place is current here: no later check is made.
     cx.with(|state| check_whole(state, placed)).map_err(AllocFailure::uncounted)?;
-    let region = placed.region();
+    let region = placed.id.region();
     let begun = cx.with(|state| {
         let resized = state.begin_resize(placed, requested)?;
         state.region_mut(region).pins.begin_operation(resized.id);
@@ -309,7 +309,7 @@ pub(crate) async fn resize(
 ) -> Result<Option<Placement>, AllocFailure> {
     let attempt = async |_: Search| resize_in_place(cx, placed, requested).await;
     match attempt(Search::Usual).await {
-        Err(failure) if failure.is_shortage() => run_ladder(cx, placed.region(), attempt).await,
+        Err(failure) if failure.is_shortage() => run_ladder(cx, placed.id.region(), attempt).await,
         outcome => outcome,
     }
 }
@@ -333,7 +333,7 @@ pub(crate) async fn copy_to(
     }
     cx.with(|state| {
         if copied.is_ok() {
-            let pins = &mut state.region_mut(new.region()).pins;
+            let pins = &mut state.region_mut(new.id.region()).pins;
             if pins.take_discarded(old.id) {
                 // The copied contents were discarded before. The block is not cached when freed: a
                 // cache would keep this setting.
@@ -344,7 +344,7 @@ pub(crate) async fn copy_to(
         } else {
             state.release_after(new, &[]);
             state.events.push("alloc_failed", |line| {
-                let line = line.text("kind", "resize").text("region", new.region().name());
+                let line = line.text("kind", "resize").text("region", new.id.region().name());
                 line.number("bytes", new.requested).text("why", "driver")
             });
         }

@@ -309,12 +309,8 @@ fn age_of_oldest(state: &ArenaState, granules: u64, ages: Ages) -> Option<u32> {
 }
 
 /// Records the result of a remap.
-fn end_remap(
-    state: &mut ArenaState,
-    Pair { from, region, to }: Pair,
-    at: DeviceAddress,
-    done: bool,
-) {
+fn end_remap(state: &mut ArenaState, pair: Pair, at: DeviceAddress, done: bool) {
+    let Pair { from, region, to } = pair;
     state.region_mut(from.region).end_leave(from.run, done);
     state.region_mut(region).segment.end(to, GranuleCall::Arrive, done);
     if done {

@@ -253,38 +253,26 @@ impl OpContext<'_> {
     }
 
     /// Returns `true` if a stream captures a graph. The stream exists until the answer is recorded.
-    pub(super) fn is_capturing(
-        &self,
-        stream: StreamHandle,
-    ) -> impl Future<Output = Result<bool, DriverError>> {
+    pub(super) async fn is_capturing(&self, stream: StreamHandle) -> Result<bool, DriverError> {
         // SAFETY: the stream exists until the answer is recorded.
-        self.outside(move || unsafe { self.driver.is_capturing(stream) })
+        self.outside(move || unsafe { self.driver.is_capturing(stream) }).await
     }
 
     /// Waits for the work of a stream that exists until the answer is recorded.
-    pub(super) fn synchronize(
-        &self,
-        stream: StreamHandle,
-    ) -> impl Future<Output = Result<(), DriverError>> {
+    pub(super) async fn synchronize(&self, stream: StreamHandle) -> Result<(), DriverError> {
         // SAFETY: the stream exists until the answer is recorded.
-        self.outside(move || unsafe { self.driver.stream_synchronize(stream) })
+        self.outside(move || unsafe { self.driver.stream_synchronize(stream) }).await
     }
 
     /// Returns `true` if an event that the operation holds is complete.
-    pub(super) fn query_event(
-        &self,
-        event: StreamEvent,
-    ) -> impl Future<Output = Result<bool, DriverError>> {
+    pub(super) async fn query_event(&self, event: StreamEvent) -> Result<bool, DriverError> {
         // SAFETY: the event is the state's, which destroys events at its end only.
-        self.outside(move || unsafe { self.driver.event_query(event.handle) })
+        self.outside(move || unsafe { self.driver.event_query(event.handle) }).await
     }
 
     /// Waits for an event that the operation holds.
-    pub(super) fn wait_for_event(
-        &self,
-        event: StreamEvent,
-    ) -> impl Future<Output = Result<(), DriverError>> {
+    pub(super) async fn wait_for_event(&self, event: StreamEvent) -> Result<(), DriverError> {
         // SAFETY: the event is the state's, which destroys events at its end only.
-        self.outside(move || unsafe { self.driver.event_synchronize(event.handle) })
+        self.outside(move || unsafe { self.driver.event_synchronize(event.handle) }).await
     }
 }

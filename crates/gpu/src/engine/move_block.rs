@@ -19,7 +19,6 @@
 //! Invariant: a block is whole at its recorded place, or known to be lost.
 #![expect(unsafe_code, reason = "queues copies of memory")]
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::commit::ensure_committed;
@@ -436,7 +435,7 @@ pub(crate) async fn resolve(cx: &OpContext<'_>, placed: Placement) -> Result<Pla
     wait_until_still(cx, placed.id).await;
     cx.with(|state| {
         check_whole(state, placed)?;
-        Ok(state.region(placed.region()).refreshed(placed))
+        Ok(state.region(placed.id.region()).refreshed(placed))
     })
 }
 
@@ -445,7 +444,7 @@ pub(crate) async fn resolve(cx: &OpContext<'_>, placed: Placement) -> Result<Pla
 /// # Errors
 /// `ContentsLost`.
 pub(crate) fn check_whole(state: &ArenaState, placed: Placement) -> Result<()> {
-    let region = placed.region();
+    let region = placed.id.region();
     if state.region(region).pins.is_lost(placed.id) {
         let size = ByteSize::new(placed.span.size);
         return Err(DeviceError::ContentsLost { region, size });
@@ -525,12 +524,6 @@ impl Layout {
         };
         plan::plan(&self.parts, self.granule, target, options.budget.get(), passes)
     }
-}
-
-/// Returns the names of the blocks of a region, by offset.
-pub(crate) fn names(state: &ArenaState, region: Region) -> BTreeMap<u64, BlockName> {
-    let blocks = state.region(region).index.blocks();
-    blocks.filter_map(|(span, id)| Some((span.offset, id?))).collect()
 }
 
 /// Returns the maximum bytes and copies of a batch: one block on a driver that copies before its

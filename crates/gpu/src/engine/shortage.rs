@@ -205,7 +205,7 @@ async fn recoverable_bytes(cx: &OpContext<'_>) -> u64 {
         for end in [End::Low, End::High] {
             let copied = cx.with(|state| {
                 let of = state.region(region);
-                let used = of.live() + of.pending.bytes;
+                let used = of.live + of.pending.bytes;
                 let holes = of.segment.memory().active.saturating_sub(used);
                 // No block moves to memory that the device may still use.
                 let helps = holes >= granule && of.pending.bytes == 0;

@@ -29,7 +29,7 @@ use crate::driver::DriverError;
 use crate::index::Span;
 use crate::state::{
     Ages, AllocRequest, ArenaState, BlockName, CommitOptions, Dependencies, Hold, PlacedRun,
-    Placement, Run, Runs,
+    Placement, RequestOrigin, Run, Runs,
 };
 use crate::types::{CompactOptions, Region};
 use lowtide_core::clock::Moment;
@@ -105,14 +105,9 @@ fn choose(state: &ArenaState, ages: Option<Ages>) -> Option<PlacedRun> {
 
 /// Returns `true` if every block that touches a handle may move, and nothing there is pending.
 /// `blocks` are the blocks of the region in address order.
-fn may_divide(
-    state: &ArenaState,
-    region: Region,
-    handle: Run,
-    blocks: &[(Span, BlockName)],
-) -> bool {
+fn may_divide(state: &ArenaState, region: Region, run: Run, blocks: &[(Span, BlockName)]) -> bool {
     let options = CompactOptions::new(region);
-    let span = state.region(region).segment.span_of(handle);
+    let span = state.region(region).segment.span_of(run);
     let mut blocks = over(blocks, span).iter();
     state.region(region).pending.is_clear(span)
         && blocks.all(|&(span, id)| matches!(hold(state, options, id, span), Hold::Moves { .. }))
@@ -165,7 +160,11 @@ async fn take_scratch(cx: &OpContext<'_>, handle: PlacedRun) -> Option<Placement
         if state.over_limit(size.get()) > 0 {
             return None;
         }
-        let wanted = AllocRequest::new(region, size, ByteSize::new(state.bytes_of(1)))?;
+        let wanted = AllocRequest::new(
+            region,
+            (size, ByteSize::new(state.bytes_of(1))),
+            RequestOrigin::BUFFER,
+        )?;
         let scratch = state.region_mut(region).place_bare(&wanted)?;
         let options = CommitOptions { grow: false, large_handles: false };
         let mut runs = state.begin_commit(region, scratch.span, size.get(), options);

@@ -239,7 +239,7 @@ impl ArenaInner {
     /// Returns `true` if this is the block's current place.
     #[inline]
     pub(crate) fn is_fresh(&self, placed: &Placement) -> bool {
-        placed.moves == self.executor.moves(placed.region())
+        placed.moves == self.executor.moves(placed.id.region())
     }
 
     /// Returns `true` if the arena has a recorder. Thread caches are off then.
@@ -347,13 +347,11 @@ impl ArenaInner {
     /// Frees a block that these lanes used, or unknown ones if there is none, in the arena: only
     /// updates bookkeeping.
     pub(crate) fn release_after(&self, placed: Placement, lanes: &Lanes) {
-        match lanes.only() {
-            Some(lane) => self.run_now(|state| state.release_after(placed, lane.key.as_slice())),
-            None => {
-                let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key).collect();
-                self.run_now(|state| state.release_after(placed, &streams));
-            }
+        if let Some(lane) = lanes.only() {
+            return self.run_now(|state| state.release_after(placed, lane.key.as_slice()));
         }
+        let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key).collect();
+        self.run_now(|state| state.release_after(placed, &streams));
     }
 
     /// Records that a cache holds a block.
@@ -662,7 +660,7 @@ impl ArenaInner {
         requested: u64,
     ) -> Result<Option<Placement>> {
         let outcome = self.run(async |cx| alloc::resize(cx, placed, requested).await);
-        let (region, size, origin) = (placed.region(), requested, RequestOrigin::RESIZE);
+        let (region, size, origin) = (placed.id.region(), requested, RequestOrigin::RESIZE);
         let what = AllocRequest { region, size, align: 1, requested, origin, taker: None };
         outcome.map_err(|failure| self.record_failure(failure, what))
     }

@@ -7,3 +7,9 @@ pub(crate) mod reserve;
 pub(crate) mod thread_cache;
 #[cfg(feature = "cuda")]
 pub(crate) mod view;
+
+pub(crate) use inner::ArenaInner;
+pub(crate) use lane::{DriverEvent, Keeps, LaneInner};
+pub(crate) use thread_cache::{
+    BlockHandle, BlockList, BlockPlace, CacheKey, CacheShard, CacheShards,
+};

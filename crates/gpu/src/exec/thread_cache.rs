@@ -74,7 +74,7 @@ pub(crate) struct BlockPlace {
 
 impl BlockPlace {
     pub(crate) fn of(block: Option<Placement>) -> Self {
-        let (at, moves) = block.map_or((0, 0), |block| (block.at.get(), block.moves));
+        let (at, moves) = if let Some(of) = block { (of.at.get(), of.moves) } else { (0, 0) };
         Self { at: AtomicU64::new(at), moves: AtomicU64::new(moves) }
     }
 }

@@ -18,7 +18,7 @@ use bytemuck::Pod;
 use super::{DeviceUse, PinnedBuffer};
 use crate::api::buffer::Buffer;
 use crate::api::lane::Lane;
-use crate::exec::lane::DriverEvent;
+use crate::exec::DriverEvent;
 use crate::types::error::{DeviceError, DeviceErrorWith, is_captures};
 
 /// A copy on a lane, which owns its pinned buffer until the copy is complete.

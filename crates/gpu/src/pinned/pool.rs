@@ -18,7 +18,7 @@ use super::config::{PinnedConfig, PinnedKind};
 use super::driver::PinnedDriver;
 use crate::api::arena::{DeviceArena, limit_text};
 use crate::driver::{DeviceAddress, Driver, DriverError, HostMemory};
-use crate::exec::lane::DriverEvent;
+use crate::exec::DriverEvent;
 use crate::state::RequestOrigin;
 use crate::types::error::{Bound, DeviceError, is_captures};
 use crate::types::{ArenaGlance, ArenaSnapshot, Region, Result};

@@ -144,7 +144,7 @@ impl ArenaState {
     }
 
     pub(crate) fn live(&self) -> u64 {
-        self.regions[0].live() + self.regions[1].live()
+        self.regions[0].live + self.regions[1].live
     }
 
     /// Returns the bytes of memory by its state, over both regions.
@@ -219,7 +219,7 @@ impl ArenaState {
             let error = DeviceError::OutOfAddresses {
                 requested: ByteSize::new(wanted.size),
                 reserved: ByteSize::new(state.segment.reserved()),
-                live: ByteSize::new(state.live()),
+                live: ByteSize::new(state.live),
                 largest_span: ByteSize::new(state.largest_span()),
                 compacted_span: ByteSize::ZERO,
             };
@@ -229,7 +229,10 @@ impl ArenaState {
 
     /// Records that a placed block has its memory and is allocated.
     pub(crate) fn mark_live(&mut self, request: &AllocRequest, placed: Placement) {
-        self.region_mut(request.region).mark_live(placed);
+        let (region, size) = (self.region_mut(request.region), placed.span.size);
+        debug_assert_eq!(region.segment.missing(placed.span).granules, 0, "it has memory");
+        (region.arriving, region.live) = (region.arriving - size, region.live + size);
+        region.requested = region.requested.wrapping_add(placed.requested);
         self.events.push("alloc", |line| {
             requested(line, request).number("size", placed.span.size).address(placed.at)
         });
@@ -248,9 +251,9 @@ impl ArenaState {
     pub(crate) fn begin_resize(&mut self, placed: Placement, requested: u64) -> Option<Placement> {
         let idle = self.memory().idle();
         let uses = self.uses(&[]);
-        let resized = self.region_mut(placed.region()).begin_resize(placed, requested, uses);
+        let resized = self.region_mut(placed.id.region()).begin_resize(placed, requested, uses);
         if self.memory().idle() > idle {
-            self.note_idle(placed.region(), placed.span);
+            self.note_idle(placed.id.region(), placed.span);
         }
         resized
     }
@@ -258,9 +261,9 @@ impl ArenaState {
     /// Records the result of committing the memory that a resized block grew by.
     pub(crate) fn end_resize(&mut self, [before, after]: [Placement; 2], done: bool) {
         let idle = self.memory().idle();
-        self.region_mut(after.region()).end_resize(before, after, done);
+        self.region_mut(after.id.region()).end_resize(before, after, done);
         if self.memory().idle() > idle {
-            self.note_idle(after.region(), after.span);
+            self.note_idle(after.id.region(), after.span);
         }
         if done {
             self.events.push("resize", |line| {
@@ -368,12 +371,12 @@ impl ArenaState {
     /// Removes a placed block that got no memory, or whose earlier uses could not be waited for,
     /// and ends its operation.
     pub(crate) fn cancel_placement(&mut self, placed: Placement, claim: Dependencies) {
-        let (streams, state) = (&self.streams, &mut self.regions[placed.region().number()]);
+        let (streams, state) = (&self.streams, &mut self.regions[placed.id.region().number()]);
         let left = |(part, uses): (Span, StreamUses)| (part, uses.only(|of| !streams.is_done(of)));
         let gone = state.cancel_placement(placed, claim.into_iter().map(left));
         debug_assert!(gone.is_some(), "a placed block is known to the index");
         if gone == Some(true) {
-            self.note_idle(placed.region(), placed.span);
+            self.note_idle(placed.id.region(), placed.span);
         }
     }
 
@@ -393,9 +396,9 @@ impl ArenaState {
         if self.moves.defer_release(placed, streams) {
             return;
         }
-        let region = placed.region();
+        let region = placed.id.region();
         // A copy that was not waited for may be on no stream of the block.
-        let is_copied = self.region(region).pins.is_copied(placed.id);
+        let is_copied = self.region(region).pins.copied.contains(&placed.id);
         let streams = if is_copied { &[] } else { streams };
         // No work is started on a block whose contents are lost, and its memory may be lost too.
         let is_unused =
@@ -417,7 +420,7 @@ impl ArenaState {
     /// Holds a block that its owner has freed and that a graph may have captured: it stays live at
     /// its address.
     pub(crate) fn hold_block(&mut self, placed: Placement) {
-        self.region_mut(placed.region()).pins.pin(placed.id);
+        self.region_mut(placed.id.region()).pins.pin(placed.id);
         self.outstanding.captured.blocks.push(placed);
     }
 
@@ -688,7 +691,7 @@ impl ArenaState {
     /// Returns `true` if the driver allocates and frees whole segments.
     #[inline]
     pub(crate) const fn is_whole(&self) -> bool {
-        self.regions[0].segment.is_whole()
+        self.regions[0].segment.pieces.is_some()
     }
 
     /// Walks everything and checks the invariants.

@@ -65,14 +65,11 @@ impl EventLog {
 }
 
 /// Adds a request for a block to its line.
-pub(crate) fn requested<'a, 'b>(
-    line: &'a mut Line<'b>,
-    request: &AllocRequest,
-) -> &'a mut Line<'b> {
-    let RequestOrigin { kind, lane } = request.origin;
+pub(crate) fn requested<'a, 'b>(line: &'a mut Line<'b>, wanted: &AllocRequest) -> &'a mut Line<'b> {
+    let RequestOrigin { kind, lane } = wanted.origin;
     line.text("kind", kind.name())
-        .text("region", request.region.name())
-        .number("bytes", request.requested)
-        .number("align", request.align)
+        .text("region", wanted.region.name())
+        .number("bytes", wanted.requested)
+        .number("align", wanted.align)
         .number("lane", lane.map(NonZeroU64::get))
 }

@@ -143,11 +143,6 @@ impl Pins {
         self.entries.get(&id).is_some_and(|entry| entry.is_lost)
     }
 
-    #[inline]
-    pub(crate) fn is_copied(&self, id: BlockName) -> bool {
-        self.copied.contains(&id)
-    }
-
     /// Sets the treatment of a block's contents; `None` for the region's.
     pub(crate) fn set_contents(&mut self, id: BlockName, contents: Option<Contents>) {
         self.with_contents -= usize::from(self.contents(id).is_some());

@@ -76,13 +76,17 @@ pub(crate) struct AllocRequest {
 impl AllocRequest {
     /// Creates a request for this many bytes, rounded up to the unit of sizes; `None` for 0 bytes.
     #[inline]
-    pub(crate) fn new(region: Region, bytes: ByteSize, align: ByteSize) -> Option<Self> {
-        if bytes.is_zero() {
+    pub(crate) fn new(
+        region: Region,
+        (bytes, align): (ByteSize, ByteSize),
+        origin: RequestOrigin,
+    ) -> Option<Self> {
+        let (align, requested) = (align.get(), bytes.get());
+        if requested == 0 {
             return None;
         }
-        let size = bytes.next_multiple_of(ByteSize::new(ALIGN)).unwrap_or(bytes).get();
-        let (align, requested) = (align.get(), bytes.get());
-        Some(Self { region, size, align, requested, origin: RequestOrigin::BUFFER, taker: None })
+        let size = requested.checked_next_multiple_of(ALIGN).unwrap_or(requested);
+        Some(Self { region, size, align, requested, origin, taker: None })
     }
 }
 
@@ -101,10 +105,6 @@ pub(crate) struct Placement {
 impl Placement {
     /// A value of `moves` that is never reached, so that the block's place must be looked up.
     pub(crate) const STALE: u64 = u64::MAX;
-
-    pub(crate) const fn region(&self) -> Region {
-        self.id.region()
-    }
 }
 
 /// A run of a region, and its place.
@@ -126,7 +126,7 @@ pub(crate) struct RegionState {
     /// Wraps: a block that a cache kept and handed out again was allocated with one requested size,
     /// and is freed with another. Together with the caches' counts the sum is right.
     pub(super) requested: u64,
-    live: u64,
+    pub(crate) live: u64,
     /// The bytes of blocks that have a place but no memory yet.
     pub(crate) arriving: u64,
     pub(crate) pins: Pins,
@@ -148,10 +148,6 @@ impl RegionState {
     pub(crate) fn largest_ever(&self) -> ByteSize {
         let pieces = self.segment.pieces.as_ref();
         ByteSize::new(pieces.map_or(self.index.large(), |pieces| pieces.largest))
-    }
-
-    pub(crate) const fn live(&self) -> u64 {
-        self.live
     }
 
     /// Finds a place, preferring those that cost the fewest granules, and marks it as arriving.
@@ -189,16 +185,17 @@ impl RegionState {
             }
             Search::Clear => self.take_clear(wanted)?,
             // A piece for small blocks is as easy to get as a place among the large ones.
-            Search::Usual => self.index.take(request, segment.is_whole(), cost)?,
+            Search::Usual => self.index.take(request, segment.pieces.is_some(), cost)?,
             Search::AmongLarge => self.index.take(request, false, cost)?,
         };
-        let claim = self.claim(span);
+        let is_free = self.pending.bytes == 0;
+        let claim = if is_free { Dependencies::new() } else { self.claim(span) };
         Some((self.put(wanted, id, span), claim))
     }
 
     /// Records a block at the place that was taken for it, as arriving.
     pub(crate) fn put(&mut self, wanted: &AllocRequest, id: BlockName, span: Span) -> Placement {
-        self.segment.touch(span);
+        self.segment.set_touched::<true>(span);
         self.arriving += span.size;
         let at = self.segment.address_of(span.offset);
         if wanted.align > ALIGN {
@@ -246,19 +243,16 @@ impl RegionState {
 
     /// Takes the pending parts out of a span that a block gets. Returns the uses to wait for.
     fn claim(&mut self, span: Span) -> Dependencies {
-        if self.pending.bytes == 0 {
-            return Dependencies::new();
-        }
         let (claim, cuts) = self.pending.take(span);
         for (left, right) in cuts {
             self.border_parts(left, right, |segment, left, right, both| {
-                segment.untouch(both);
-                segment.touch(left);
-                segment.touch(right);
+                segment.set_touched::<false>(both);
+                segment.set_touched::<true>(left);
+                segment.set_touched::<true>(right);
             });
         }
         for (part, _) in &claim {
-            self.segment.untouch(*part);
+            self.segment.set_touched::<false>(*part);
         }
         claim
     }
@@ -267,12 +261,12 @@ impl RegionState {
     /// a driver without virtual memory has no neighbours.
     #[inline(never)]
     fn defer(&mut self, span: Span, uses: StreamUses) {
-        let gone = self.pending.insert(span, uses, !self.segment.is_whole());
+        let gone = self.pending.insert(span, uses, !self.segment.pieces.is_some());
         for (left, right) in gone.into_iter().flatten() {
             self.border_parts(left, right, |segment, left, right, both| {
-                segment.untouch(left);
-                segment.untouch(right);
-                segment.touch(both);
+                segment.set_touched::<false>(left);
+                segment.set_touched::<false>(right);
+                segment.set_touched::<true>(both);
             });
         }
     }
@@ -286,7 +280,7 @@ impl RegionState {
         change: impl FnOnce(&mut Segment, Span, Span, Span),
     ) {
         let (mut start, mut end) = (left.offset, right.end());
-        if !self.segment.is_whole() {
+        if !self.segment.pieces.is_some() {
             let granule = self.segment.granularity;
             let first = right.offset / granule * granule;
             if first == right.offset {
@@ -304,16 +298,8 @@ impl RegionState {
     /// granules became idle.
     pub(crate) fn mark_complete(&mut self, stream: StreamKey, epoch: u64) -> Vec<Span> {
         let mut spans = self.pending.complete(stream, epoch);
-        spans.retain(|&span| self.segment.untouch(span));
+        spans.retain(|&span| self.segment.set_touched::<false>(span));
         spans
-    }
-
-    /// Records that the memory of an arriving block is committed.
-    pub(crate) fn mark_live(&mut self, placed: Placement) {
-        debug_assert_eq!(self.segment.missing(placed.span).granules, 0, "a live block has memory");
-        self.arriving -= placed.span.size;
-        self.live += placed.span.size;
-        self.requested = self.requested.wrapping_add(placed.requested);
     }
 
     /// Removes an arriving block, ends its operation, and restores its pending parts. Returns
@@ -328,9 +314,9 @@ impl RegionState {
         self.pins.forget(placed.id);
         self.arriving -= span.size;
         let idle = self.segment.memory().idle();
-        self.segment.untouch(span);
+        self.segment.set_touched::<false>(span);
         for (part, uses) in parts.into_iter().filter(|(_, uses)| !uses.is_empty()) {
-            self.segment.touch(part);
+            self.segment.set_touched::<true>(part);
             self.defer(part, uses);
         }
         Some(self.segment.memory().idle() > idle)
@@ -344,7 +330,7 @@ impl RegionState {
         self.live -= span.size;
         self.requested = self.requested.wrapping_sub(placed.requested);
         if uses.is_empty() {
-            return Some(self.segment.untouch(span));
+            return Some(self.segment.set_touched::<false>(span));
         }
         self.defer(span, uses);
         Some(false)
@@ -369,11 +355,11 @@ impl RegionState {
             debug_assert_eq!(undone, Some(placed.span), "a block can always be cut back");
             return None;
         }
-        self.segment.untouch(placed.span);
-        self.segment.touch(span);
+        self.segment.set_touched::<false>(placed.span);
+        self.segment.set_touched::<true>(span);
         if grown == 0 && span.size < placed.span.size && !uses.is_empty() {
             let less = Span { offset: span.end(), size: placed.span.size - span.size };
-            self.segment.touch(less);
+            self.segment.set_touched::<true>(less);
             self.defer(less, uses);
         }
         self.live -= placed.span.size.saturating_sub(span.size);
@@ -396,8 +382,8 @@ impl RegionState {
         let before = Span { size: before.span.size, ..after.span };
         let undone = self.index.resize(after.id, before.size);
         debug_assert_eq!(undone, Some(before), "a block can always be cut back");
-        self.segment.untouch(after.span);
-        self.segment.touch(before);
+        self.segment.set_touched::<false>(after.span);
+        self.segment.set_touched::<true>(before);
     }
 
     /// Returns the size of the longest free span of addresses. If more than [`LOOKS`] are in its bin
@@ -517,9 +503,9 @@ impl RegionState {
         debug_assert_eq!(left.map(|left| left.size), Some(room.span.size));
         let idle = self.segment.memory().idle();
         self.arriving -= room.span.size;
-        self.segment.untouch(room.span);
-        self.segment.untouch(old);
-        self.segment.touch(new);
+        self.segment.set_touched::<false>(room.span);
+        self.segment.set_touched::<false>(old);
+        self.segment.set_touched::<true>(new);
         self.moves += 1;
         self.segment.memory().idle() > idle
     }
@@ -626,7 +612,7 @@ impl CacheCounts {
     /// Counts a block that was handed out.
     #[inline]
     pub(crate) fn went(&mut self, placed: &Placement) {
-        let region = placed.region().number();
+        let region = placed.id.region().number();
         self.cached[region] -= placed.span.size;
         self.requested[region] = self.requested[region].wrapping_add(placed.requested);
     }
@@ -634,7 +620,7 @@ impl CacheCounts {
     /// Counts a block that was put in.
     #[inline]
     pub(crate) fn came(&mut self, placed: &Placement) {
-        let region = placed.region().number();
+        let region = placed.id.region().number();
         self.cached[region] += placed.span.size;
         self.requested[region] = self.requested[region].wrapping_sub(placed.requested);
     }

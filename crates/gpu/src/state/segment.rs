@@ -135,16 +135,10 @@ impl Segment {
         Self { pieces, ..Self::new(DeviceAddress::new(0), extent, granularity) }
     }
 
-    /// Returns `true` if memory is allocated and freed in whole pieces.
-    #[inline]
-    pub(crate) const fn is_whole(&self) -> bool {
-        self.pieces.is_some()
-    }
-
     /// Returns the bytes of addresses. For pieces: of those with memory, because there are no
     /// others.
     pub(crate) fn reserved(&self) -> u64 {
-        if self.is_whole() { self.memory().backed } else { self.extent }
+        if self.pieces.is_some() { self.memory().backed } else { self.extent }
     }
 
     /// Returns the bytes of memory by its state.
@@ -209,44 +203,27 @@ impl Segment {
         self.base.checked_add(ByteSize::new(offset)).unwrap_or(self.base)
     }
 
-    /// Records a block in a span.
-    pub(crate) fn touch(&mut self, span: Span) {
+    /// Records a block in a span, or that it is freed; returns `true` if memory became idle.
+    pub(crate) fn set_touched<const TOUCHED: bool>(&mut self, span: Span) -> bool {
         if let Some(pieces) = &mut self.pieces {
-            return pieces.touch(span);
+            return pieces.set_touched(span, TOUCHED);
         }
         if let Some(granule) = self.shared(span) {
             let (half, at) = self.half_mut(granule);
-            return half.touch_part(at); // as most blocks
-        }
-        let cover = self.cover_of(span);
-        self.each_part(cover.wholly, Granules::touch);
-        for granule in cover.partly.into_iter().flatten() {
-            let (half, at) = self.half_mut(granule);
-            half.touch_part(at);
-        }
-    }
-
-    /// Records that a block is freed; returns `true` if memory became idle.
-    pub(crate) fn untouch(&mut self, span: Span) -> bool {
-        if let Some(pieces) = &mut self.pieces {
-            return pieces.untouch(span);
-        }
-        if let Some(granule) = self.shared(span) {
-            let (half, at) = self.half_mut(granule);
-            return half.untouch_part(at);
+            return half.set_touched_part::<TOUCHED>(at); // as most blocks
         }
         let (cover, mut went_idle) = (self.cover_of(span), false);
-        self.each_part(cover.wholly, |half, range| went_idle |= half.untouch(range));
+        self.each_part(cover.wholly, |half, range| went_idle |= half.set_touched::<TOUCHED>(range));
         for granule in cover.partly.into_iter().flatten() {
             let (half, at) = self.half_mut(granule);
-            went_idle |= half.untouch_part(at);
+            went_idle |= half.set_touched_part::<TOUCHED>(at);
         }
         went_idle
     }
 
     /// Returns what the span lacks to be committed.
     pub(crate) fn missing(&self, span: Span) -> MissingGranules {
-        if self.is_whole() {
+        if self.pieces.is_some() {
             return MissingGranules::default(); // the index offers only pieces that stay
         }
         let range = self.granules_of(span);
@@ -358,6 +335,7 @@ impl Segment {
     }
 
     /// Records the result of a driver call.
+    #[inline(always)]
     pub(crate) fn end(&mut self, run: Run, call: GranuleCall, done: bool) {
         self.each_part(run.range(), |half, range| half.end(range, call, done));
     }
@@ -419,7 +397,7 @@ impl Segment {
         granules_max: usize,
         handles_max: usize,
     ) -> Vec<Run> {
-        if self.is_whole() {
+        if self.pieces.is_some() {
             return vec![Run::of(&range)];
         }
         let mut runs: Vec<Run> = Vec::new();
@@ -450,7 +428,7 @@ impl Segment {
     /// Returns the bytes of the longest part of a span that is committed throughout. Takes a step
     /// for each run of committed granules, and for each 64 granules.
     pub(crate) fn committed_run_max(&self, span: Span) -> u64 {
-        if self.is_whole() {
+        if self.pieces.is_some() {
             return span.size; // all free space has memory
         }
         let (mut best, mut across) = (0, 0);
@@ -822,53 +800,57 @@ impl Granules {
         self.partly.len()
     }
 
-    /// Records a block that covers all of these granules.
-    pub(crate) fn touch(&mut self, range: Range<usize>) {
-        self.reach(range.end);
-        self.partly[range.clone()].fill(0);
-        let cut = self.begin_change(&range);
-        for (at, mask) in masks(range) {
-            let word = &mut self.words[at];
-            debug_assert_eq!(word.touched & mask, 0, "a granule wholly covered is nobody else's");
-            word.touched |= mask;
-            self.counts.active += count(word.backed & mask);
-        }
-        self.end_change(cut.as_ref());
-    }
-
-    /// Records that a block which covered all of these granules is freed. Returns `true` if one
+    /// Records a block that covers all of these granules, or that it is freed. Returns `true` if one
     /// became idle.
-    pub(crate) fn untouch(&mut self, range: Range<usize>) -> bool {
-        let (cut, mut idle) = (self.begin_change(&range), 0);
+    fn set_touched<const TOUCHED: bool>(&mut self, range: Range<usize>) -> bool {
+        if TOUCHED {
+            self.reach(range.end);
+            self.partly[range.clone()].fill(0);
+        }
+        let cut = (self.joined > 0).then(|| self.cut_handles(&range));
+        if let Some(cut) = &cut {
+            cut.iter().flatten().for_each(|handle| self.counts.stuck -= self.stuck_in(handle));
+        }
+        let (mut backed, before) = (0, if TOUCHED { 0 } else { u64::MAX });
         for (at, mask) in masks(range.clone()) {
             let word = &mut self.words[at];
-            debug_assert_eq!(word.touched & mask, mask, "it was touched");
-            word.touched &= !mask;
-            idle += count(word.backed & mask);
+            debug_assert_eq!(word.touched & mask, before & mask, "wholly covered, by one block");
+            word.touched ^= mask;
+            backed += count(word.backed & mask);
         }
-        self.counts.active -= idle;
-        self.idle_end = self.idle_end.max(range.end).max(self.end_change(cut.as_ref()));
-        idle > 0
+        if TOUCHED {
+            self.counts.active += backed;
+        } else {
+            self.counts.active -= backed;
+            self.idle_end = self.idle_end.max(range.end);
+        }
+        for handle in cut.into_iter().flatten().flatten() {
+            self.counts.stuck += self.stuck_in(&handle);
+            if !TOUCHED {
+                self.idle_end = self.idle_end.max(handle.end); // its other granules may leave too
+            }
+        }
+        !TOUCHED && backed > 0
     }
 
-    /// Records a block that covers a part of this granule.
-    pub(crate) fn touch_part(&mut self, granule: usize) {
+    /// Records a block that covers a part of this granule, or that it is freed. Returns `true` if the
+    /// granule became idle.
+    fn set_touched_part<const TOUCHED: bool>(&mut self, granule: usize) -> bool {
+        let range = granule..granule + 1;
+        if !TOUCHED {
+            self.partly[granule] -= 1;
+            return self.partly[granule] == 0 && self.set_touched::<false>(range);
+        }
         if !self.is_touched(granule) {
-            self.touch(granule..granule + 1);
+            self.set_touched::<true>(range);
         }
         self.partly[granule] += 1;
-    }
-
-    /// Records that a block which covered a part of this granule is freed. Returns `true` if the
-    /// granule became idle.
-    pub(crate) fn untouch_part(&mut self, granule: usize) -> bool {
-        self.partly[granule] -= 1;
-        self.partly[granule] == 0 && self.untouch(granule..granule + 1)
+        false
     }
 
     /// Records the last use of those granules that no block touches now.
     pub(crate) fn stamp(&mut self, range: Range<usize>, stamp: Stamp) {
-        let known = self.known();
+        let known = self.partly.len();
         for (at, mask) in masks(range.start.min(known)..range.end.min(known)) {
             let mut idle = mask & !self.words[at].touched;
             while idle != 0 {
@@ -1026,6 +1008,7 @@ impl Granules {
     }
 
     /// Records the result of a driver call. The granules of a call that is not done are as before it.
+    #[inline(always)]
     pub(crate) fn end(&mut self, range: Range<usize>, call: GranuleCall, done: bool) {
         let (comes, is_bare) = match call {
             GranuleCall::Arrive => (done, false),
@@ -1144,27 +1127,6 @@ impl Granules {
         }
     }
 
-    /// Begins to change which granules of a range are touched. Returns the handles that lie only in
-    /// part in the range.
-    #[inline]
-    fn begin_change(&mut self, range: &Range<usize>) -> Option<CutHandles> {
-        if self.joined == 0 {
-            return None;
-        }
-        let cut = self.cut_handles(range);
-        self.counts.stuck -= cut.iter().flatten().map(|handle| self.stuck_in(handle)).sum::<u64>();
-        Some(cut)
-    }
-
-    /// Ends a change, with the handles from its beginning. Returns the end of the last of them: its
-    /// other granules may leave as well from here on.
-    #[inline]
-    fn end_change(&mut self, cut: Option<&CutHandles>) -> usize {
-        let Some(cut) = cut else { return 0 };
-        self.counts.stuck += cut.iter().flatten().map(|handle| self.stuck_in(handle)).sum::<u64>();
-        cut.iter().flatten().map(|handle| handle.end).max().unwrap_or(0)
-    }
-
     fn is_joined(&self, granule: usize) -> bool {
         self.is(granule, |word| word.joined)
     }
@@ -1210,11 +1172,7 @@ impl Granules {
 
     /// Calls `each` with every committed handle that has stuck granules, and the number of these;
     /// with ages, only if all its idle granules have expired.
-    pub(crate) fn stuck_handles(
-        &self,
-        ages: Option<Ages>,
-        mut each: impl FnMut(Range<usize>, u64),
-    ) {
+    pub(crate) fn stuck_handles(&self, ages: Option<Ages>, mut act: impl FnMut(Range<usize>, u64)) {
         let mut at = 0;
         while self.counts.stuck > 0 && at < self.known() {
             let handle = self.handle_of(at);
@@ -1222,7 +1180,7 @@ impl Granules {
             let stuck = self.stuck_in(&handle);
             let leaves = |granule| self.is_touched(granule) || self.leaves(granule, ages);
             if stuck > 0 && handle.clone().all(leaves) {
-                each(handle, stuck);
+                act(handle, stuck);
             }
         }
     }
@@ -1401,11 +1359,11 @@ mod tests {
                 let is_free = |block: &Span| block.end() <= of.offset || of.end() <= block.offset;
                 let untouch = |segment: &mut Segment, of| {
                     let idle = segment.memory().idle();
-                    let went_idle = segment.untouch(of);
+                    let went_idle = segment.set_touched::<false>(of);
                     assert_eq!(went_idle, segment.memory().idle() > idle, "{of:?}");
                 };
                 if chance(3) > 0 && of.end() <= size * GRANULE && blocks.iter().all(is_free) {
-                    segment.touch(of);
+                    segment.set_touched::<true>(of);
                     let handle_max = if chance(4) > 0 { 8 } else { 1 };
                     let runs = segment.begin_commit(of, chance(3), handle_max);
                     check_missing(&segment, of);
@@ -1442,7 +1400,7 @@ mod tests {
     }
 
     fn committed(segment: &mut Segment, of: Span) {
-        segment.touch(of);
+        segment.set_touched::<true>(of);
         for run in segment.begin_commit(of, 0, 1) {
             segment.end(run, GranuleCall::Commit, true);
         }
@@ -1488,8 +1446,8 @@ mod tests {
         committed(&mut segment, middle);
         let all = span(GRANULE / 2, 6 * GRANULE);
         let (head, tail) = (span(all.offset, middle.offset), span(middle.end(), all.end()));
-        segment.touch(head);
-        segment.touch(tail);
+        segment.set_touched::<true>(head);
+        segment.set_touched::<true>(tail);
         assert_eq!(segment.missing(all), MissingGranules { granules: 5, is_moving: false });
         let runs = segment.begin_commit(all, 0, 1);
         assert_eq!(runs[..], [Run::of(&(0..2)), Run::of(&(3..6))]);
@@ -1513,7 +1471,7 @@ mod tests {
             segment.begin_leave(&mut START.clone(), &leave_of(granules_max, None))
         };
         assert_eq!(leave(&mut segment, usize::MAX), None);
-        assert!(segment.untouch(low) && segment.untouch(top));
+        assert!(segment.set_touched::<false>(low) && segment.set_touched::<false>(top));
         assert_eq!(segment.memory().idle(), 7 * GRANULE);
         let first = leave(&mut segment, 2).expect("idle");
         assert_eq!(first, Run::of(&(6..8)));
@@ -1536,7 +1494,7 @@ mod tests {
             committed(&mut segment, part);
         }
         for part in parts {
-            assert!(segment.untouch(part));
+            assert!(segment.set_touched::<false>(part));
             segment.stamp(part, aging.note_idle(|| clock.now()).expect("it decays"));
             clock.advance(Duration::from_millis(500));
         }
@@ -1564,7 +1522,7 @@ mod tests {
         let mut segment = segment();
         let part = span(GRANULE, 3 * GRANULE);
         committed(&mut segment, part);
-        segment.untouch(part);
+        segment.set_touched::<false>(part);
         assert_eq!(segment.committed_run_max(span(0, 64 * GRANULE)), 2 * GRANULE);
         assert_eq!(segment.committed_run_max(span(GRANULE + 512, 9 * GRANULE)), 2 * GRANULE - 512);
         assert_eq!(segment.committed_run_max(span(40 * GRANULE, 64 * GRANULE)), 0);

@@ -185,15 +185,11 @@ impl SegmentList {
         }
     }
 
-    /// Records a block in a span, or that a freed block is still pending there.
-    pub(crate) fn touch(&mut self, span: Span) {
-        self.piece_mut(span.offset).into_iter().for_each(|piece| piece.touched += 1);
-    }
-
-    /// Records that a block is gone. Returns `true` if the piece became idle.
-    pub(crate) fn untouch(&mut self, span: Span) -> bool {
+    /// Records a block in a span, or a freed block that is still pending there, or that it is gone.
+    /// Returns `true` if the piece became idle.
+    pub(crate) fn set_touched(&mut self, span: Span, is_touched: bool) -> bool {
         let Some(piece) = self.piece_mut(span.offset) else { return false };
-        piece.touched -= 1;
+        piece.touched = if is_touched { piece.touched + 1 } else { piece.touched - 1 };
         piece.touched == 0
     }
 

@@ -487,7 +487,7 @@ impl RegionState {
         (granules_max, handles_max): (usize, usize),
     ) -> Vec<OutgoingRun> {
         let mut outgoing = Vec::new();
-        for (run, contents) in self.contents_of_runs(usual, is_host) {
+        for (run, contents) in self.run_contents(usual, is_host) {
             let parts = parts(run.start, &contents, |granule| self.segment.handle_of(granule));
             for (range, contents) in parts.into_iter().filter(|part| part.1 != Contents::Stay) {
                 let runs = self.segment.runs_of(range, granules_max, handles_max);
@@ -503,17 +503,13 @@ impl RegionState {
 
     /// Returns the number of granules whose contents a sleep now would copy.
     pub(crate) fn kept_granules(&self, (usual, is_host): (Contents, bool)) -> u64 {
-        let runs = self.contents_of_runs(usual, is_host).into_iter();
+        let runs = self.run_contents(usual, is_host).into_iter();
         let all = runs.flat_map(|(_, contents)| contents);
         all.filter(|contents| *contents == Contents::Keep).count() as u64
     }
 
     /// Returns the runs of committed granules, with the treatment of each granule.
-    fn contents_of_runs(
-        &self,
-        usual: Contents,
-        is_host: bool,
-    ) -> Vec<(Range<usize>, Vec<Contents>)> {
+    fn run_contents(&self, usual: Contents, is_host: bool) -> Vec<(Range<usize>, Vec<Contents>)> {
         let of = |name: BlockName| match self.pins.contents(name).unwrap_or(usual) {
             Contents::Keep if is_host => Contents::Stay,
             contents => contents,

@@ -6,6 +6,7 @@ mod concurrent;
 
 use std::sync::Arc;
 
+use crate::state::RequestOrigin;
 use crate::state::region::AllocRequest;
 use crate::tests::Chance;
 use crate::{
@@ -416,7 +417,8 @@ fn aligned_blocks_stay_aligned() {
     let inner = arena.inner();
     let request = |size, align| {
         let (size, align) = (ByteSize::new(size), ByteSize::new(align));
-        let wanted = AllocRequest::new(Region::Dynamic, size, align).expect("not empty");
+        let wanted = AllocRequest::new(Region::Dynamic, (size, align), RequestOrigin::BUFFER)
+            .expect("not empty");
         inner.alloc_block(wanted).expect("room")
     };
     // The gap begins 512 bytes after a multiple of 4 KiB.

@@ -8,6 +8,7 @@
 
 use super::*;
 use crate::driver::Driver as _;
+use crate::state::RequestOrigin;
 use crate::state::arena::ArenaState;
 use crate::state::pending::Dependencies;
 use crate::state::region::{AllocRequest, Placement, Search};
@@ -30,7 +31,8 @@ fn nearly_full(granules: u64) -> (DeviceArena, Arc<FaultInjectingDriver>, Buffer
 
 /// Places a block that waits for its memory.
 fn place(arena: &DeviceArena, size: ByteSize) -> Placement {
-    let target = AllocRequest::new(DYNAMIC, size, ALIGN).expect("not empty");
+    let target =
+        AllocRequest::new(DYNAMIC, (size, ALIGN), RequestOrigin::BUFFER).expect("not empty");
     let placed = arena.inner().run_now(|state| state.place(&target, Search::Usual));
     placed.expect("room").0
 }

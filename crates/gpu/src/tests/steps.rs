@@ -26,6 +26,7 @@ use crate::engine::callbacks::Callbacks;
 use crate::engine::context::{OpContext, OpRequest, Surroundings, run_outside, step};
 use crate::engine::{commit, completion, move_block, resume, stores, suspend};
 use crate::exec::reserve;
+use crate::state::RequestOrigin;
 use crate::state::arena::{ArenaState, CommitOptions};
 use crate::state::compact::plan::Move;
 use crate::state::region::{AllocRequest, Placement, Search};
@@ -269,7 +270,8 @@ impl<'a> World<'a> {
         let size = ByteSize::new(1 + self.chance.below(1 << bits));
         let region = if self.one_in(8) { Region::Stable } else { Region::Dynamic };
         let lane = self.pick(self.lanes.len());
-        let wanted = AllocRequest::new(region, size, ByteSize::new(256)).expect("not empty");
+        let wanted = AllocRequest::new(region, (size, ByteSize::new(256)), RequestOrigin::BUFFER)
+            .expect("not empty");
         let target = AllocRequest { taker: Some(self.lanes[lane].key), ..wanted };
         let begun = alloc::begin(self.state(), &target);
         self.changes += 1;
@@ -606,7 +608,11 @@ fn the_peak_of_committed_memory_counts_each_commit() {
     let sim = device(1, &mut Chance(1), &clock);
     let mut state =
         state(&sim, &clock, &ArenaConfig { reserve: ByteSize::kib(512), ..config(ByteSize::MAX) });
-    let target = AllocRequest::new(Region::Dynamic, STEP_GRANULE, ByteSize::new(256));
+    let target = AllocRequest::new(
+        Region::Dynamic,
+        (STEP_GRANULE, ByteSize::new(256)),
+        RequestOrigin::BUFFER,
+    );
     let target = target.expect("not empty");
     let (placed, _) = state.place(&target, Search::Usual).expect("room");
     let options = CommitOptions { grow: false, large_handles: true };

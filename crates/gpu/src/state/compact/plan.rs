@@ -286,14 +286,9 @@ impl Draft {
 
 /// Returns the places at the ends of a free span, and next to the range to clear if that cuts the
 /// span.
-pub(super) fn places(
-    free: Span,
-    cleared: Span,
-    size: u64,
-    align: u64,
-) -> impl Iterator<Item = u64> {
-    let cut = cleared.offset.clamp(free.offset, free.end());
-    let rest = cleared.end().clamp(free.offset, free.end());
+pub(super) fn places(free: Span, clear: Span, size: u64, align: u64) -> impl Iterator<Item = u64> {
+    let cut = clear.offset.clamp(free.offset, free.end());
+    let rest = clear.end().clamp(free.offset, free.end());
     let sides = [(free.offset, cut), (rest, free.end())];
     sides.into_iter().flat_map(move |(first, end)| {
         let low = first.checked_next_multiple_of(align);

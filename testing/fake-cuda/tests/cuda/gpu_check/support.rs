@@ -4,7 +4,7 @@
 //! For the tests here, and for the bench that takes their time.
 
 #[allow(dead_code, reason = "its start is not called here")]
-#[path = "../../../../../crates/gpu/examples/gpu_check.rs"]
+#[path = "../../../../../crates/gpu/examples/gpu_check/main.rs"]
 pub(crate) mod program;
 
 use std::collections::BTreeMap;

@@ -24,29 +24,19 @@ use clap::Parser;
 use lowtide_gpu::driver::cuda::{CudaDriver, CudaOptions};
 use lowtide_gpu::driver::{Backend, Driver, DriverError};
 
-#[path = "gpu_check/calls/mod.rs"]
 mod calls;
-#[path = "../tests/gpu/contract/cases.rs"]
+#[path = "../../tests/gpu/contract/cases.rs"]
 mod cases;
-#[path = "gpu_check/cli.rs"]
 mod cli;
-#[path = "gpu_check/cuarena.rs"]
 pub(crate) mod cuarena;
-#[path = "../tests/gpu/contract/cuda.rs"]
+#[path = "../../tests/gpu/contract/cuda.rs"]
 mod cuda;
-#[path = "gpu_check/memory.rs"]
 mod memory;
-#[path = "gpu_check/pairs.rs"]
 mod pairs;
-#[path = "gpu_check/process.rs"]
 mod process;
-#[path = "gpu_check/report.rs"]
 pub(crate) mod report;
-#[path = "gpu_check/rig.rs"]
 mod rig;
-#[path = "gpu_check/sleep.rs"]
 mod sleep;
-#[path = "gpu_check/torture/mod.rs"]
 mod torture;
 
 use cases::{CASES, Outcome};
