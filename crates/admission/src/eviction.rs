@@ -415,9 +415,8 @@ impl Evictor {
         };
         if begun {
             // Not on this thread, which may be the caller's, and hold locks of the application.
-            let evictor = Arc::clone(self);
-            let for_round = need.clone();
-            let round = move || evictor.round(&for_round);
+            let (evictor, of) = (Arc::clone(self), need.clone());
+            let round = move || evictor.round(&of);
             let helps = elsewhere(&*self.clock, 2 * ROUND_MAX, round).unwrap_or(false);
             admission.hurry();
             let reserved = if helps { self.observe(admission, cost) } else { None };

@@ -62,9 +62,8 @@ pub struct PressureState {
 
 impl Default for PressureState {
     fn default() -> Self {
-        let (figures, limits, birth) = (Mutex::default(), Mutex::default(), Birth::now());
-        let [physical_peak, ticks, late, pending] = Default::default();
-        let (closed, bell) = (AtomicBool::new(false), Bell::new());
+        let (figures, limits, closed, bell) = Default::default();
+        let ([physical_peak, ticks, late, pending], birth) = (Default::default(), Birth::now());
         Self { figures, physical_peak, ticks, late, pending, closed, bell, limits, birth }
     }
 }

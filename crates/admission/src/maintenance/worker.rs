@@ -102,11 +102,8 @@ impl Worker {
                 step.run(bytes, || clock.now());
             }
             Job::UnloadIdle => drop(self.resources.unload_due(now)),
-            _ => {
-                if self.hands.run(job, now) {
-                    self.state.post(job);
-                }
-            }
+            _ if self.hands.run(job, now) => self.state.post(job),
+            _ => {}
         }
         // A resource was unloaded or a reclaimer called: only a purge releases the memory.
         if self.resources.releases_total() > before {
