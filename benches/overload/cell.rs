@@ -70,6 +70,7 @@ pub(crate) enum Service {
     Streams,
     /// One of those behind Envoy.
     Fleet,
+    Poll,
     /// For mixed loads: lowtide, or a limit on large requests.
     Mixed {
         limit: Option<usize>,

@@ -28,6 +28,7 @@ mod mixed;
 #[allow(dead_code, reason = "the demonstration looks at its arena")]
 mod model;
 mod offer;
+mod poll;
 mod streams;
 #[path = "../../examples/proxy/upstream.rs"]
 mod upstream;
@@ -92,6 +93,9 @@ struct Cli {
     /// Small requests beside large ones, in three mixes of so many rounds.
     #[arg(long, value_name = "ROUNDS")]
     mixed: Option<u32>,
+    /// One poll that needs more than the limit, in so many rounds: minutes each.
+    #[arg(long, value_name = "ROUNDS")]
+    poll: Option<u32>,
     /// Three services of different sizes behind Envoy, whose program this is, balanced by load
     /// reports and in turn.
     #[arg(long, value_name = "FILE")]
@@ -145,6 +149,8 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
         streams::run(&runner.base, &mut runner.figures)?
     } else if let Some(rounds) = cli.mixed {
         mixed::run(&runner.base, rounds, &mut runner.figures)?
+    } else if let Some(rounds) = cli.poll {
+        poll::run(&runner.base, rounds, &mut runner.figures)?
     } else if let Some(envoy) = &cli.envoy {
         fleet::run(&runner.base, envoy, cli.ci, &mut runner.figures)?
     } else if cli.ci {
@@ -179,6 +185,7 @@ async fn serve(settings: &str) -> Result<(), BoxError> {
         Service::Streams => streams::serve().await,
         Service::Mixed { limit } => mixed::serve(limit).await,
         Service::Fleet => fleet::serve().await,
+        Service::Poll => poll::serve().await,
         Service::Proxy | Service::WaitingProxy => {
             let running = start(&settings).await?;
             println!("{}", running.address);
