@@ -243,7 +243,7 @@ pub(crate) fn run(base: &Cell, rounds: u32, figures: &mut Figures) -> Result<boo
     // A file that gets too large, a folder that takes no files, and memory.
     let large = (&*format!("/big/json/{}", LIMIT.scaled(1.5).get()), &body("json", 384 << 20)?);
     let mut wrong = 0;
-    for (folder, most) in [(&*folder, "64m"), ("/proc", "8g"), ("/dev/shm", "8g")] {
+    for (folder, most) in [(&*folder, "128m"), ("/proc", "8g"), ("/dev/shm", "8g")] {
         let spill = [("LOWTIDE_SPILL_DIR", folder), ("LOWTIDE_SPILL_MAX", most)];
         // It may refuse to start.
         let ours = run_once(base, (LIMIT, &spill), large, [1, 1]).unwrap_or_default();
