@@ -24,7 +24,7 @@ use crate::engine::alloc::copy_to;
 use crate::engine::move_block::resolve;
 use crate::exec::{ArenaInner, BlockHandle, BlockPlace};
 use crate::state::{AllocRequest, ArenaState, Placement, RequestOrigin};
-use crate::types::{Contents, DeviceError, Region, Result};
+use crate::types::{Contents, Region, Result};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::atomic::Ordering;
 
@@ -281,7 +281,7 @@ impl<T: Pod> Buffer<T> {
             return Ok(());
         }
         let (what, backend) = ("resizing a captured buffer", self.inner().driver.backend());
-        Err(DeviceError::Unsupported { what, backend })
+        Err(crate::types::DeviceError::Unsupported { what, backend })
     }
 
     /// Returns the pointer to the elements, for a holder of this arena's lease.

@@ -13,7 +13,7 @@ use crate::api::arena::DeviceArena;
 use crate::api::buffer::Buffer;
 use crate::driver::StreamHandle;
 use crate::engine::completion::mark_end;
-use crate::engine::resume::{enter, try_enter};
+use crate::engine::resume::enter;
 use crate::exec::{ArenaInner, Keeps, LaneInner};
 use crate::state::StreamKey;
 use crate::types::{DeviceError, Region, Result};
@@ -261,14 +261,8 @@ impl Lease {
         Ok(Self::new(arena, lanes))
     }
 
-    /// Creates a lease of an arena that is awake; returns `None` if it sleeps. Also waits for a
-    /// move in progress.
-    pub(crate) fn try_of(arena: &Arc<ArenaInner>) -> Result<Option<Self>> {
-        Ok(arena.run(try_enter)?.then(|| Self::new(arena, Vec::new())))
-    }
-
     /// Creates the value for a lease that is already counted.
-    fn new(arena: &Arc<ArenaInner>, lanes: Vec<Arc<LaneInner>>) -> Self {
+    pub(crate) fn new(arena: &Arc<ArenaInner>, lanes: Vec<Arc<LaneInner>>) -> Self {
         Self {
             arena: Arc::clone(arena),
             lanes,

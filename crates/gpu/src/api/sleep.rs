@@ -25,7 +25,7 @@ use std::time::Duration;
 
 use crate::api::arena::DeviceArena;
 use crate::api::lane::Lease;
-use crate::engine::resume::{begin_wake, fail_wake, resume, wake, wake_at_once};
+use crate::engine::resume::{begin_wake, fail_wake, resume, try_enter, wake, wake_at_once};
 use crate::engine::stores;
 use crate::engine::suspend::{is_busy, next_sleep, suspend};
 use crate::exec::ArenaInner;
@@ -354,9 +354,7 @@ impl Future for EnterFuture {
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let this = &mut *self;
-        if let Err(error) = this.arena.check_open() {
-            return Poll::Ready(Err(error));
-        }
+        this.arena.check_open()?;
         // The clone and the drop of a waker are foreign code, called with the lock released.
         let mut waker = Some(context.waker().clone());
         let (before, waits) = (&mut this.before, &mut this.waits);
@@ -374,21 +372,17 @@ impl Future for EnterFuture {
             };
             Ok(Some((wake_timeout, waker.take().map(|waker| state.sleep.register(waits, waker)))))
         });
-        match wait {
-            Err(error) => Poll::Ready(Err(error)),
-            Ok(None) => {
-                if let Some(entered) = Lease::try_of(&this.arena).transpose() {
-                    return Poll::Ready(entered);
+        match wait? {
+            None => {
+                if this.arena.run(try_enter)? {
+                    return Poll::Ready(Ok(Lease::new(&this.arena, Vec::new())));
                 }
                 context.waker().wake_by_ref(); // the arena fell asleep meanwhile
-                Poll::Pending
             }
-            Ok(Some((None, _replaced))) => Poll::Pending,
-            Ok(Some((Some(timeout), _replaced))) => match spawn_wake(&this.arena, timeout) {
-                Err(error) => Poll::Ready(Err(error)),
-                Ok(()) => Poll::Pending,
-            },
+            Some((Some(timeout), _replaced)) => spawn_wake(&this.arena, timeout)?,
+            Some((None, _replaced)) => {}
         }
+        Poll::Pending
     }
 }
 
@@ -409,7 +403,7 @@ impl Drop for EnterFuture {
     /// Cancels the wait. Does nothing in a forked child.
     fn drop(&mut self) {
         let Some(waits) = self.waits else { return };
-        let waker = self.arena.run_here(|state| state.sleep.unregister(waits));
+        let waker = self.arena.run_here(|state| state.sleep.wakers.remove(&waits));
         let _ = caught(|| drop(waker)); // foreign code; nothing may unwind out of a drop
     }
 }

@@ -237,7 +237,8 @@ pub(super) async fn complete_copies(cx: &OpContext<'_>) -> Result<(), DriverErro
         return Err(captures("cuStreamSynchronize"));
     }
     cx.synchronize(stream).await?;
-    cx.with(|state| state.sleep.end_copies(queued));
+    // The host has seen the end of these.
+    cx.with(|state| state.sleep.copied = state.sleep.copied.max(queued.unwrap_or(0)));
     Ok(())
 }
 

@@ -147,7 +147,7 @@ impl RegionState {
     /// Returns the size of the largest block that the region could ever have.
     pub(crate) fn largest_ever(&self) -> ByteSize {
         let pieces = self.segment.pieces.as_ref();
-        ByteSize::new(pieces.map_or(self.index.large(), |pieces| pieces.largest))
+        ByteSize::new(pieces.map_or_else(|| self.index.large(), |pieces| pieces.largest))
     }
 
     /// Finds a place, preferring those that cost the fewest granules, and marks it as arriving.
@@ -261,7 +261,7 @@ impl RegionState {
     /// a driver without virtual memory has no neighbours.
     #[inline(never)]
     fn defer(&mut self, span: Span, uses: StreamUses) {
-        let gone = self.pending.insert(span, uses, !self.segment.pieces.is_some());
+        let gone = self.pending.insert(span, uses, self.segment.pieces.is_none());
         for (left, right) in gone.into_iter().flatten() {
             self.border_parts(left, right, |segment, left, right, both| {
                 segment.set_touched::<false>(left);
@@ -280,7 +280,7 @@ impl RegionState {
         change: impl FnOnce(&mut Segment, Span, Span, Span),
     ) {
         let (mut start, mut end) = (left.offset, right.end());
-        if !self.segment.pieces.is_some() {
+        if self.segment.pieces.is_none() {
             let granule = self.segment.granularity;
             let first = right.offset / granule * granule;
             if first == right.offset {

@@ -77,7 +77,7 @@ pub(crate) struct Sleep {
     pub(crate) attempts: u64,
     failure: Option<DeviceError>,
     /// The wakers of futures, by the id of the wait, and the last id.
-    wakers: BTreeMap<u64, Waker>,
+    pub(crate) wakers: BTreeMap<u64, Waker>,
     waits: u64,
     /// The stream of the copies, once it was created.
     pub(crate) stream: Option<StreamHandle>,
@@ -89,7 +89,7 @@ pub(crate) struct Sleep {
     /// The number of times that copies were begun on the stream, and the last of these whose end
     /// the host has seen.
     copying: u64,
-    copied: u64,
+    pub(crate) copied: u64,
     /// `true` if the operation that began the last copies may queue more. Only that operation knows
     /// when the last copy is complete.
     pub(crate) is_queueing: bool,
@@ -214,11 +214,6 @@ impl Sleep {
         self.wakers.insert(number, waker)
     }
 
-    /// Removes the waker of a wait.
-    pub(crate) fn unregister(&mut self, wait: u64) -> Option<Waker> {
-        self.wakers.remove(&wait)
-    }
-
     /// Returns `true` if all streams used under leases until now are known.
     pub(crate) fn is_use_known(&self) -> bool {
         !self.used.contains(&StreamKey::CONTEXT)
@@ -247,11 +242,6 @@ impl Sleep {
     /// Returns the number of the last copies, unless an operation still queues more.
     pub(crate) fn queued(&self) -> Option<u64> {
         (!self.is_queueing).then_some(self.copying)
-    }
-
-    /// Records that the host has seen the end of copies.
-    pub(crate) fn end_copies(&mut self, queued: Option<u64>) {
-        self.copied = self.copied.max(queued.unwrap_or(0));
     }
 
     /// Returns the host memory of all stores, with or without contents.
