@@ -19,6 +19,7 @@
 
 mod actions;
 mod admin;
+mod admin_worker;
 mod breakdown;
 mod builder;
 #[cfg(feature = "device")]
@@ -43,7 +44,8 @@ mod snapshot;
 mod trend;
 mod verdict;
 
-pub use admin::{AdminCommand, AdminTask, AdminTaskState, MemoryAdmin};
+pub use admin::{AdminCommand, AdminTask, AdminTaskState};
+pub use admin_worker::MemoryAdmin;
 pub use breakdown::{Breakdown, MemoryPart, PartKind};
 pub use builder::Builder;
 #[cfg(feature = "cuda")]

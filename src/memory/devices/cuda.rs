@@ -1,26 +1,22 @@
-//! The processes on each device, as NVML lists them, and the governors of CUDA's memory pools.
+//! The processes on each device, as NVML lists them.
 //!
 //! Only `MemoryDevices::processes` queries NVML, which may be slow, and hang if a device fails
-//! ([`SlowValue`]). A governor belongs to its creator, and is removed from the list when dropped.
+//! ([`SlowValue`]).
 //!
-//! Invariants: if no figure of a device is `None`, `used = arenas + context_overhead +
-//! own_unmanaged + other_processes + unattributed`, but for memory that changes during the query;
-//! no driver call under the lock of the governors.
+//! Invariant: if no figure of a device is `None`, `used = arenas + context_overhead +
+//! own_unmanaged + other_processes + unattributed`, but for memory that changes during the query.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, short};
-use crate::device::driver::cuda::{DeviceUsage, Nvml, PoolGovernor, ProcessUsage};
+use crate::device::driver::cuda::{DeviceUsage, Nvml, ProcessUsage};
 use crate::device::driver::{DeviceUuid, Driver as _, DriverError};
-use crate::memory::error::{Diagnostic, MemoryError};
-use crate::memory::shared::Shared;
 use crate::memory::slow_value::SlowValue;
 use crate::sync::{Mutex, lock};
 
-use super::MemoryDevices;
 use super::device::Device;
 
 /// The time for which a list is kept. Requests in between get the same list.
@@ -148,76 +144,6 @@ impl ProcessLists {
         };
         let failure = reading.last.as_ref().and_then(|(_, last)| failure(last));
         (devices.iter().map(of).collect(), failure.cloned())
-    }
-}
-
-impl MemoryDevices<'_> {
-    /// Calls [`PoolGovernor::decay`] of the governor on the worker, once in each metrics interval,
-    /// while both exist. A failure becomes a diagnostic. Registering a governor twice has no
-    /// effect.
-    ///
-    /// The pool keeps its own decay time: neither a purge of this `Memory` nor the watermark of the
-    /// device shortens it; [`PoolGovernor::trim`] releases all idle memory. The worker never waits
-    /// for the context, because that would invalidate a graph capture. Memory stays in the pool
-    /// until the program has waited for its free to complete (for example with
-    /// `cuStreamSynchronize`). [`PoolGovernor::decay`] waits itself if the program calls it.
-    ///
-    /// # Errors
-    /// [`MemoryError::Forked`] in a forked child.
-    pub fn govern(&self, governor: &Arc<PoolGovernor>) -> Result<(), MemoryError> {
-        let shared = self.shared();
-        shared.check_here()?;
-        let new = Arc::downgrade(governor);
-        let mut governors = lock(&shared.devices.governors);
-        governors.retain(|one| one.strong_count() > 0 && !one.ptr_eq(&new));
-        governors.push(new);
-        Ok(())
-    }
-
-    /// Returns the processes that use each CUDA device of this `Memory`, as NVML lists them.
-    /// Returns an empty list without CUDA devices, and in a forked child.
-    ///
-    /// NVML (`libnvidia-ml.so.1`) is loaded by the first call, and stays loaded. If it cannot be
-    /// loaded, a diagnostic reports it once, and the lists contain the error. A list is kept for 5
-    /// s, so calls in between cost little. Other calls start a thread for the query and wait for it
-    /// for at most 50 ms; if NVML takes longer, they return the last list, or an error, and a later
-    /// call returns the answer. It has not run on a real GPU.
-    #[must_use]
-    pub fn processes(&self) -> Vec<DeviceProcesses> {
-        let shared = self.shared();
-        if shared.check_here().is_err() {
-            return Vec::new();
-        }
-        let devices = &shared.devices;
-        let committed = |device: &Device| shared.committed_on(device);
-        let (lists, failure) = devices.processes.read(&*shared.clock, &devices.list, committed);
-        if let Some(error) = failure {
-            let start = "the processes on the device are unknown: ";
-            let text = format!("{start}{error}");
-            shared.add_diagnostic_once(start, Diagnostic::info("device", text));
-        }
-        lists
-    }
-}
-
-impl Shared {
-    /// Releases the memory of governed pools that was unused for the decay time.
-    pub(super) fn decay_governors(&self) {
-        if self.check_here().is_err() {
-            return;
-        }
-        let all = lock(&self.devices.governors).clone();
-        for governor in all.iter().filter_map(Weak::upgrade) {
-            if let Err(error) = governor.decay(self.clock.now()) {
-                // A lost device is asked for nothing more.
-                if error.is_context_lost() {
-                    let lost = Arc::downgrade(&governor);
-                    lock(&self.devices.governors).retain(|one| !one.ptr_eq(&lost));
-                }
-                let text = format!("pool governor of {}: {error}", governor.device());
-                self.add_diagnostic(Diagnostic::warning("device", text));
-            }
-        }
     }
 }
 

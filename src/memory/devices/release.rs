@@ -17,6 +17,10 @@ use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::device::SleepState;
 use crate::device::driver::Driver as _;
+#[cfg(feature = "cuda")]
+use crate::device::driver::cuda::PoolGovernor;
+#[cfg(feature = "cuda")]
+use crate::memory::error::MemoryError;
 use crate::memory::error::{Diagnostic, Shutdown};
 use crate::memory::manager::Memory;
 use crate::memory::shared::Shared;
@@ -24,7 +28,11 @@ use crate::memory::snapshot::BudgetSnapshot;
 use crate::sync::lock;
 use lowtide_admission::{Admission, Budget, Level, ReclaimStep, Thresholds};
 
+#[cfg(feature = "cuda")]
+use super::MemoryDevices;
 use super::arenas::{ManagedArena, is_loss};
+#[cfg(feature = "cuda")]
+use super::cuda::DeviceProcesses;
 use super::device::{CountedIn, Device};
 use super::state::Devices;
 use super::values::{DeviceStatus, DevicesSnapshot};
@@ -275,5 +283,77 @@ impl Shared {
 
     pub(super) fn committed_on(&self, device: &Device) -> ByteSize {
         self.arenas_on(device).map(|arena| arena.glance().committed).sum()
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl MemoryDevices<'_> {
+    /// Calls [`PoolGovernor::decay`] of the governor on the worker, once in each metrics interval,
+    /// while both exist. A failure becomes a diagnostic. Registering a governor twice has no
+    /// effect.
+    ///
+    /// The pool keeps its own decay time: neither a purge of this `Memory` nor the watermark of the
+    /// device shortens it; [`PoolGovernor::trim`] releases all idle memory. The worker never waits
+    /// for the context, because that would invalidate a graph capture. Memory stays in the pool
+    /// until the program has waited for its free to complete (for example with
+    /// `cuStreamSynchronize`). [`PoolGovernor::decay`] waits itself if the program calls it.
+    ///
+    /// # Errors
+    /// [`MemoryError::Forked`] in a forked child.
+    pub fn govern(&self, governor: &Arc<PoolGovernor>) -> Result<(), MemoryError> {
+        let shared = self.shared();
+        shared.check_here()?;
+        let new = Arc::downgrade(governor);
+        let mut governors = lock(&shared.devices.governors);
+        governors.retain(|one| one.strong_count() > 0 && !one.ptr_eq(&new));
+        governors.push(new);
+        Ok(())
+    }
+
+    /// Returns the processes that use each CUDA device of this `Memory`, as NVML lists them.
+    /// Returns an empty list without CUDA devices, and in a forked child.
+    ///
+    /// NVML (`libnvidia-ml.so.1`) is loaded by the first call, and stays loaded. If it cannot be
+    /// loaded, a diagnostic reports it once, and the lists contain the error. A list is kept for 5
+    /// s, so calls in between cost little. Other calls start a thread for the query and wait for it
+    /// for at most 50 ms; if NVML takes longer, they return the last list, or an error, and a later
+    /// call returns the answer. It has not run on a real GPU.
+    #[must_use]
+    pub fn processes(&self) -> Vec<DeviceProcesses> {
+        let shared = self.shared();
+        if shared.check_here().is_err() {
+            return Vec::new();
+        }
+        let devices = &shared.devices;
+        let committed = |device: &Device| shared.committed_on(device);
+        let (lists, failure) = devices.processes.read(&*shared.clock, &devices.list, committed);
+        if let Some(error) = failure {
+            let start = "the processes on the device are unknown: ";
+            let text = format!("{start}{error}");
+            shared.add_diagnostic_once(start, Diagnostic::info("device", text));
+        }
+        lists
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl Shared {
+    /// Releases the memory of governed pools that was unused for the decay time.
+    pub(super) fn decay_governors(&self) {
+        if self.check_here().is_err() {
+            return;
+        }
+        let all = lock(&self.devices.governors).clone();
+        for governor in all.iter().filter_map(std::sync::Weak::upgrade) {
+            if let Err(error) = governor.decay(self.clock.now()) {
+                // A lost device is asked for nothing more.
+                if error.is_context_lost() {
+                    let lost = Arc::downgrade(&governor);
+                    lock(&self.devices.governors).retain(|one| !one.ptr_eq(&lost));
+                }
+                let text = format!("pool governor of {}: {error}", governor.device());
+                self.add_diagnostic(Diagnostic::warning("device", text));
+            }
+        }
     }
 }
