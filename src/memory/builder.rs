@@ -221,6 +221,11 @@ impl Builder {
         Ok((memory, step))
     }
 
+    fn unused_variables(&self) -> Option<Diagnostic> {
+        let is_unused = !cfg!(feature = "device") && !self.ignores_environment;
+        is_unused.then(|| variables_of_devices(&env::of_devices())).flatten()
+    }
+
     /// Opens the signals, applies the settings of the heap unless it is detached, and checks the
     /// limit.
     fn settle_host(
@@ -247,10 +252,7 @@ impl Builder {
         config: Config,
         claim: Arc<ProcessClaim>,
     ) -> Result<AssembledParts, StartError> {
-        let mut diagnostics = Vec::new();
-        if !cfg!(feature = "device") && !self.ignores_environment {
-            diagnostics.extend(variables_of_devices(&env::of_devices()));
-        }
+        let mut diagnostics = Vec::from_iter(self.unused_variables());
         #[cfg(feature = "device")]
         let devices = Devices::open(&config, std::mem::take(&mut self.drivers), &mut diagnostics)?;
         let clock = self.clock.take().unwrap_or_else(|| Arc::new(SystemClock::new()));
@@ -314,14 +316,7 @@ impl Builder {
             ending: tokio::sync::watch::Sender::default(),
         });
         let _ = joined.set(Arc::clone(&shared));
-        shared.set_admission_mode(shared.config.admission_mode.value);
-        let purged = Arc::downgrade(&shared);
-        shared.resources.evict_for(&shared.admission, Arc::clone(&shared.clock), move || {
-            purged.upgrade().iter().for_each(|shared| drop(shared.purge(Trigger::Unload)));
-        });
-        if self.is_detached {
-            shared.resources.disable_reclaimers();
-        }
+        prepare_admission(&shared, self.is_detached);
         diagnostics.into_iter().for_each(|diagnostic| shared.add_diagnostic(diagnostic));
         let actions = MaintenanceExecutor::new(&shared, self.hook, self.recall_hook);
         let worker = maintenance.worker(Box::new(actions));
@@ -517,6 +512,21 @@ fn open_signals(
 /// Returns `true` for a signal that many systems lack.
 pub(super) const fn is_usual(error: &SignalError) -> bool {
     matches!(error, SignalError::NoCgroup | SignalError::NoPsi { .. })
+}
+
+/// Sets the mode, and lets idle resources and reclaimers make room. The heap is purged before it is
+/// used. A detached `Memory` measures nothing, and so asks no reclaimer.
+fn prepare_admission(shared: &Arc<Shared>, is_detached: bool) {
+    shared.set_admission_mode(shared.config.admission_mode.value);
+    let purged = Arc::downgrade(shared);
+    shared.resources.evict_for(&shared.admission, Arc::clone(&shared.clock), move || {
+        if let Some(shared) = purged.upgrade() {
+            shared.purge(Trigger::Unload);
+        }
+    });
+    if is_detached {
+        shared.resources.disable_reclaimers();
+    }
 }
 
 /// Returns the value that ends the threads. No thread runs yet.

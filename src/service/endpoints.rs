@@ -118,7 +118,6 @@ impl Endpoints {
     }
 
     /// Sets the source of `/metrics`: a function that returns the Prometheus text format.
-    #[must_use]
     pub fn with_metrics(mut self, render: impl Fn() -> String + Send + Sync + 'static) -> Self {
         self.metrics = Some(Box::new(render));
         self

@@ -191,7 +191,6 @@ impl MemoryLayer {
     /// let _layer =
     ///     MemoryLayer::new(Admission::with_limit(ByteSize::gib(1)), guess).with_route_key(model);
     /// ```
-    #[must_use]
     pub fn with_route_key<K: Hash>(
         mut self,
         key: impl Fn(&Parts) -> K + Send + Sync + 'static,
@@ -418,7 +417,6 @@ impl MemoryLayer {
     /// let _layer = MemoryLayer::new(admission, ContentLength::new(ByteSize::mib(1)))
     ///     .with_rejection(plain);
     /// ```
-    #[must_use]
     pub fn with_rejection(
         mut self,
         reject: impl Fn(&Rejected, &Parts) -> Response<String> + Send + Sync + 'static,
@@ -434,7 +432,6 @@ impl MemoryLayer {
     /// A client that can make its requests exempt can use all memory. Base the decision on
     /// properties that clients cannot choose freely: see [`MemoryLayer::exempt_paths`] and
     /// [`MemoryLayer::exempt_header`].
-    #[must_use]
     pub fn exempt(mut self, is_exempt: impl Fn(&Parts) -> bool + Send + Sync + 'static) -> Self {
         let settings = self.settings();
         settings.exempt = Some(match settings.exempt.take() {
