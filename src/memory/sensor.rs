@@ -174,7 +174,7 @@ impl Sensor for MemorySensor {
         let mut sample =
             Sample { physical: signal.physical, limit: signal.limit, ..Sample::default() };
         sample.has_fit = self.signals.has_fit();
-        sample.in_progress = heap::in_progress();
+        [sample.in_progress, _] = heap::in_progress();
         sample.anonymous = signal.anonymous.unwrap_or(ByteSize::ZERO);
         let _ = self.add_heap(now, &signal, &mut sample);
         #[cfg(feature = "device")]

@@ -10,8 +10,9 @@
 //! Linux nothing is measured.
 //!
 //! Work may run for seconds before it ends and is counted, such as one poll that parses a large
-//! body. What such work has taken so far of a stated amount can be read by other threads
-//! ([`in_progress`]).
+//! body. What such work has taken so far of a stated amount, and beyond it if it outgrows its claim
+//! (`checkpoint`), can be read by other threads ([`in_progress`]). What it allocates on disk
+//! (`spill`) counts for the account apart.
 //!
 //! Invariants: each byte that a thread allocates or frees counts for the innermost account for
 //! which it runs, or for none; `peak >= live`; `live` does not fall below 0 if an account frees the
@@ -24,13 +25,14 @@ use std::fmt;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
-use std::sync::atomic::{AtomicI64, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64};
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::fork::Birth;
 use lowtide_core::sync::{Mutex, lock};
 
 use super::mallctl as ctl;
+use super::spill;
 
 /// If a thread allocated fewer bytes than this, its peak is not read, because the allocated bytes
 /// are an upper bound. A power of two.
@@ -66,10 +68,15 @@ pub struct Account<T: 'static> {
 }
 
 /// The part of an account that does not depend on its owner.
-struct Head {
+pub(super) struct Head {
     live: AtomicU64,
     peak: AtomicU64,
     allocated: AtomicU64,
+    /// The most that it is to hold; [`u64::MAX`] if nothing is known.
+    claim: AtomicU64,
+    /// The bytes on disk, and the most at once.
+    spilled: AtomicU64,
+    spilled_peak: AtomicU64,
     /// The type of the owner.
     owner: TypeId,
 }
@@ -84,6 +91,9 @@ pub struct AccountMemory {
     pub peak: ByteSize,
     /// All bytes that were ever allocated or adopted.
     pub allocated: ByteSize,
+    /// The largest number of bytes on disk ([`spill_into`](super::spill_into)), which are in none of
+    /// the figures above.
+    pub spilled: ByteSize,
 }
 
 impl<T: 'static> Account<T> {
@@ -95,6 +105,9 @@ impl<T: 'static> Account<T> {
             live: AtomicU64::new(0),
             peak: AtomicU64::new(0),
             allocated: AtomicU64::new(0),
+            claim: AtomicU64::new(u64::MAX),
+            spilled: AtomicU64::new(0),
+            spilled_peak: AtomicU64::new(0),
             owner: TypeId::of::<T>(),
         };
         Self { head, owner, ended }
@@ -141,9 +154,16 @@ impl<T: 'static> Account<T> {
     /// Returns the bytes of the account.
     #[inline]
     pub fn memory(&self) -> AccountMemory {
-        let Head { live, peak, allocated, .. } = &self.head;
-        let read = |of: &AtomicU64| ByteSize::new(of.load(Relaxed));
-        AccountMemory { live: read(live), peak: read(peak), allocated: read(allocated) }
+        let Head { live, peak, allocated, spilled_peak, .. } = &self.head;
+        let [live, peak, allocated, spilled] =
+            [live, peak, allocated, spilled_peak].map(|of| ByteSize::new(of.load(Relaxed)));
+        AccountMemory { live, peak, allocated, spilled }
+    }
+
+    /// Sets the most that the account is to hold. While memory is short, work that holds far more
+    /// spills ([`spill_into`](super::spill_into)). Without a claim it does not.
+    pub fn set_claim(&self, claim: ByteSize) {
+        self.head.claim.store(claim.get(), Relaxed);
     }
 
     /// Returns the caller's data.
@@ -184,9 +204,41 @@ impl Head {
         {
             switch(counters.read(), current);
             if IS_COUNTED.get() {
-                Progress::begin(|it| it.most.load(Relaxed) - it.taken());
+                Progress::begin(|it| it.most.load(Relaxed) - it.taken()[0]);
             }
         }
+    }
+
+    /// Returns by how much the account holds more than its claim, if the thread runs for it, has
+    /// these totals and allocates so much next; 0 without a claim.
+    pub(super) fn excess(&self, now: Totals, coming: u64) -> u64 {
+        let grown = now.net().wrapping_sub(SINCE.get().net());
+        let held = self.live.load(Relaxed).saturating_add_signed(grown).saturating_add(coming);
+        held.saturating_sub(self.claim.load(Relaxed))
+    }
+
+    /// Adds what moved between the two while the thread spilled, of which `moved` bytes were freed
+    /// outside the spill arena for certain.
+    #[cold]
+    fn charge_spilled(&self, since: Totals, now: Totals, moved: u64) {
+        let (allocated, freed) = now.since(since);
+        let grown = now.net().wrapping_sub(since.net()).saturating_add_unsigned(moved);
+        let before = self.spilled.fetch_add(grown.max(0).unsigned_abs(), Relaxed);
+        let high = before.saturating_add(rise(since, now, allocated));
+        self.spilled_peak.fetch_max(high, Relaxed);
+        self.allocated.fetch_add(allocated, Relaxed);
+        self.change_live(0, moved.min(freed), 0);
+        // More was freed than allocated: blocks of before.
+        self.charge(0, grown.min(0).unsigned_abs(), 0);
+    }
+
+    /// Subtracts freed bytes from those on disk, and returns the rest: which of them were on disk is
+    /// not known.
+    #[cold]
+    fn free_spilled(&self, freed: u64) -> u64 {
+        let less = |spilled: u64| Some(spilled.saturating_sub(freed));
+        let (Ok(before) | Err(before)) = self.spilled.fetch_update(Relaxed, Relaxed, less);
+        freed.saturating_sub(before)
     }
 
     /// Adds what moved between the two, with the peak in between.
@@ -204,6 +256,13 @@ impl Head {
         if allocated > 0 {
             self.allocated.fetch_add(allocated, Relaxed);
         }
+        let spilled = freed > 0 && self.spilled.load(Relaxed) > 0;
+        let freed = if spilled { self.free_spilled(freed) } else { freed };
+        self.change_live(allocated, freed, peak);
+    }
+
+    #[inline]
+    fn change_live(&self, allocated: u64, freed: u64, peak: u64) {
         let mut live = self.live.load(Relaxed);
         loop {
             let after = live.saturating_add(allocated).saturating_sub(freed);
@@ -240,10 +299,17 @@ struct Progress {
     most: AtomicU64,
     /// The thread's net bytes from which it is counted.
     since: AtomicI64,
+    /// What it has taken if it spills, so that it takes no more; otherwise [`GROWS`].
+    fixed: AtomicI64,
+    /// It outgrows its claim: what it takes beyond `most` counts.
+    outgrows: AtomicBool,
     /// Read by other threads only while the entry is in [`THREADS`], which is locked.
     counters: Counters,
     birth: Birth,
 }
+
+/// The amount follows the thread's counters.
+const GROWS: i64 = i64::MIN;
 
 /// The threads that ever did such work.
 static THREADS: Mutex<Vec<Arc<Progress>>> = Mutex::new(Vec::new());
@@ -261,7 +327,8 @@ impl ThreadProgress {
     fn new() -> Self {
         let entry = Counters::here().map(|counters| {
             let (most, since) = (AtomicU64::new(0), AtomicI64::new(0));
-            Arc::new(Progress { most, since, counters, birth: Birth::now() })
+            let (fixed, outgrows) = (AtomicI64::new(GROWS), AtomicBool::new(false));
+            Arc::new(Progress { most, since, fixed, outgrows, counters, birth: Birth::now() })
         });
         lock(&THREADS).extend(entry.clone());
         Self(entry)
@@ -278,23 +345,111 @@ impl Drop for ThreadProgress {
 }
 
 impl Progress {
-    /// Counts on this thread from here on, up to so many bytes.
+    fn with(act: impl FnOnce(&Self)) {
+        let _ = PROGRESS.try_with(|it| it.0.as_deref().map(act));
+    }
+
+    /// Counts on this thread from here on, up to so many bytes, and beyond them if it outgrows its
+    /// claim.
     fn begin(most: impl FnOnce(&Self) -> u64) {
-        let _ = PROGRESS.try_with(|it| {
-            if let Some(entry) = &it.0 {
-                let most = most(entry);
-                IS_COUNTED.set(most > 0);
-                entry.since.store(entry.counters.read().net(), Relaxed);
-                entry.most.store(most, Release);
-            }
+        Self::with(|entry| {
+            let most = most(entry);
+            let outgrows = is_over(OUTGROWS);
+            IS_COUNTED.set(most > 0 || outgrows);
+            entry.since.store(entry.counters.read().net(), Relaxed);
+            entry.fixed.store(if is_over(SPILLS) { 0 } else { GROWS }, Relaxed);
+            entry.outgrows.store(outgrows, Relaxed);
+            entry.most.store(most, Release);
         });
     }
 
-    fn taken(&self) -> u64 {
+    /// Returns what was taken of the amount, and beyond it.
+    fn taken(&self) -> [u64; 2] {
         let most = self.most.load(Acquire);
-        let grown = self.counters.read().net().wrapping_sub(self.since.load(Relaxed)).max(0);
-        most.min(grown.unsigned_abs())
+        let grown = match self.fixed.load(Relaxed) {
+            GROWS => self.counters.read().net().wrapping_sub(self.since.load(Relaxed)),
+            fixed => fixed,
+        };
+        let grown = grown.max(0).unsigned_abs();
+        let beyond = if self.outgrows.load(Relaxed) { grown.saturating_sub(most) } else { 0 };
+        [most.min(grown), beyond]
     }
+}
+
+/// The thread's work outgrows its claim.
+pub(super) const OUTGROWS: u8 = 1;
+/// It allocates on disk.
+pub(super) const SPILLS: u8 = 2;
+
+/// Returns `true` if the thread's work has one of these states.
+#[inline]
+pub(super) fn is_over(states: u8) -> bool {
+    OVER.get() & states != 0
+}
+
+/// Looks at the account for which the thread runs, with the thread's totals.
+pub(super) fn at_work<R>(look: impl FnOnce(&Head, Totals) -> R) -> Option<R> {
+    let (account, counters) = (ACCOUNT.get()?, Counters::here()?);
+    // SAFETY: it outlives the call of `run_for` that set it, which has not returned.
+    Some(look(unsafe { account.as_ref() }, counters.read()))
+}
+
+/// Returns the net bytes of the thread.
+pub(super) fn net_bytes() -> Option<i64> {
+    Some(Counters::here()?.read().net())
+}
+
+/// Counts what the thread's work takes also beyond its claim, until the work ends.
+#[cold]
+pub(super) fn outgrow(account: &Head) {
+    OVER.set(OVER.get() | OUTGROWS);
+    let (claim, live) = (account.claim.load(Relaxed), account.live.load(Relaxed));
+    // Before the thread's entry is created, which charges the account.
+    let since = SINCE.get().net();
+    Progress::with(|entry| {
+        if !IS_COUNTED.replace(true) {
+            entry.since.store(since, Relaxed);
+            entry.most.store(claim.saturating_sub(live), Relaxed);
+        }
+        entry.outgrows.store(true, Relaxed);
+    });
+}
+
+/// Charges the account of the thread until now, and what it allocates from here on apart.
+pub(super) fn begin_spill(now: Totals) {
+    Progress::with(|entry| {
+        let [within, beyond] = entry.taken();
+        entry.fixed.store((within + beyond).cast_signed(), Relaxed);
+    });
+    switch(now, ACCOUNT.get());
+    FREED_OUTSIDE.set(0);
+    OVER.set(OVER.get() | SPILLS);
+}
+
+/// Notes that the thread, which spills, has moved so many bytes to disk.
+pub(super) fn moved_to_disk(bytes: u64) {
+    FREED_OUTSIDE.set(FREED_OUTSIDE.get() + bytes);
+    Progress::with(|entry| {
+        entry.fixed.fetch_sub(bytes.cast_signed(), Relaxed);
+    });
+}
+
+/// In a forked child, whose one thread this is: it spills no more.
+#[cfg(target_os = "linux")]
+pub(super) fn forget_spill() {
+    if is_over(SPILLS) {
+        OVER.set(OVER.get() & !SPILLS);
+        spill::end();
+    }
+}
+
+/// The outermost work of the thread has ended, and was counted.
+#[cold]
+fn end_over() {
+    if OVER.replace(0) & SPILLS != 0 {
+        spill::end();
+    }
+    Progress::begin(|_| 0);
 }
 
 /// Ends the count when it is dropped.
@@ -307,11 +462,13 @@ impl Drop for ProgressGuard {
     }
 }
 
-/// Returns what the work that runs now has taken so far ([`Account::run_within`]). Takes some 10 ns
-/// for each thread that ever did such work, and allocates nothing.
+/// Returns what the work that runs now has taken so far of its amounts ([`Account::run_within`]), and
+/// what work that outgrows its claim ([`Account::set_claim`]) has taken beyond, without what is on
+/// disk. Takes some 10 ns for each thread that ever did such work, and allocates nothing.
 #[must_use]
-pub fn in_progress() -> ByteSize {
-    ByteSize::new(lock(&THREADS).iter().map(|entry| entry.taken()).sum())
+pub fn in_progress() -> [ByteSize; 2] {
+    let add = |sum: [u64; 2], more: [u64; 2]| [sum[0] + more[0], sum[1] + more[1]];
+    lock(&THREADS).iter().map(|it| it.taken()).fold([0; 2], add).map(ByteSize::new)
 }
 
 /// Runs the work for this account, or for none.
@@ -345,12 +502,15 @@ impl Drop for Entered {
     #[inline]
     fn drop(&mut self) {
         switch(self.counters.read(), self.outer);
+        if OVER.get() != 0 && self.outer.is_none() {
+            end_over();
+        }
     }
 }
 
 /// The counters at one instant.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Totals {
+pub(super) struct Totals {
     allocated: u64,
     freed: u64,
 }
@@ -365,7 +525,7 @@ impl Totals {
     }
 
     /// Bytes that the thread allocated and did not free. Wraps, as the counters do.
-    const fn net(self) -> i64 {
+    pub(super) const fn net(self) -> i64 {
         self.allocated.wrapping_sub(self.freed).cast_signed()
     }
 }
@@ -387,6 +547,10 @@ thread_local! {
     static ACCOUNT: Cell<Option<NonNull<Head>>> = const { Cell::new(None) };
     /// The start of the bytes that are not charged yet.
     static SINCE: Cell<Totals> = const { Cell::new(Totals::ZERO) };
+    /// What the thread's work has come to: [`OUTGROWS`], [`SPILLS`].
+    static OVER: Cell<u8> = const { Cell::new(0) };
+    /// The bytes that the thread has moved to disk since it was charged last.
+    static FREED_OUTSIDE: Cell<u64> = const { Cell::new(0) };
     /// When the thread's peak was reset.
     static PEAK_RESET: Cell<Totals> = const { Cell::new(Totals::ZERO) };
 }
@@ -414,7 +578,9 @@ fn settle(account: NonNull<Head>, now: Totals) {
     let (allocated, freed) = now.since(since);
     // SAFETY: it outlives the call of `run_for` that set it, which has not returned.
     let account = unsafe { account.as_ref() };
-    if allocated < PEAK_MIN {
+    if is_over(SPILLS) {
+        account.charge_spilled(since, now, FREED_OUTSIDE.take());
+    } else if allocated < PEAK_MIN {
         account.charge(allocated, freed, allocated);
     } else {
         account.charge_much(since, now);

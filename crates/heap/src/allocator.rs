@@ -2,7 +2,8 @@
 //!
 //! It counts nothing: jemalloc already counts what each thread allocates. Before an allocation it
 //! reads one number of its thread, by which a scope redirects allocations into an arena
-//! (`redirect`). It neither purges nor configures.
+//! (`redirect`); before a large one it passes a checkpoint (`checkpoint`). It neither purges nor
+//! configures.
 //!
 //! Invariant: a block that `Heap` returns is jemalloc's own, with jemalloc's own layout rules.
 #![expect(
@@ -11,15 +12,19 @@
 )]
 
 use std::alloc::{GlobalAlloc, Layout};
+use std::ffi::{c_int, c_void};
 use std::hint::black_box;
 use std::sync::OnceLock;
 
 use tikv_jemalloc_sys::{
-    MALLOCX_ALIGN, MALLOCX_ZERO, calloc, free_sized, malloc, mallocx, rallocx, realloc, sdallocx,
+    MALLOCX_ALIGN, MALLOCX_ZERO, calloc, free_sized, malloc, mallocx, nallocx, rallocx, realloc,
+    sdallocx,
 };
 
+use super::checkpoint::{self, LARGE};
 use super::mallctl::THREAD_ALLOCATED;
-use super::redirect::{ALIGN, flags, number, plain_size};
+use super::redirect::{ALIGN, flags, number, plain_size, spills};
+use super::{account, spill};
 
 /// jemalloc, for `#[global_allocator]`.
 ///
@@ -41,37 +46,33 @@ pub struct Heap;
 unsafe impl GlobalAlloc for Heap {
     #[inline]
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        let block = match plain_size(number(), layout.size(), layout.align()) {
+        match plain_size(number(), layout.size(), layout.align()) {
             // SAFETY: `malloc` takes any size.
-            Some(size) => unsafe { malloc(size) },
+            Some(size) if size < LARGE => unsafe { malloc(size) }.cast(),
             // SAFETY: the size is not zero, as the caller promises.
-            None => unsafe { mallocx(layout.size(), flags(layout.align())) },
-        };
-        block.cast()
+            _ => unsafe { allocate(layout, 0) },
+        }
     }
 
     #[inline]
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        let block = match plain_size(number(), layout.size(), layout.align()) {
+        match plain_size(number(), layout.size(), layout.align()) {
             // SAFETY: `calloc` takes any size.
-            Some(size) => unsafe { calloc(1, size) },
+            Some(size) if size < LARGE => unsafe { calloc(1, size) }.cast(),
             // SAFETY: the size is not zero, as the caller promises.
-            None => unsafe { mallocx(layout.size(), flags(layout.align()) | MALLOCX_ZERO) },
-        };
-        block.cast()
+            _ => unsafe { allocate(layout, MALLOCX_ZERO) },
+        }
     }
 
     #[inline]
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        let block = block.cast();
-        let block = match plain_size(number(), size, layout.align()) {
+        match plain_size(number(), size, layout.align()) {
             // SAFETY: the caller promises that `block` came from this allocator, so it is one of
             // jemalloc's, and that the new size is valid and not zero.
-            Some(size) => unsafe { realloc(block, size) },
-            // SAFETY: as above. The old block is freed to the arena that it came from.
-            None => unsafe { rallocx(block, size, flags(layout.align())) },
-        };
-        block.cast()
+            Some(size) if size < LARGE => unsafe { realloc(block.cast(), size) }.cast(),
+            // SAFETY: as above.
+            _ => unsafe { reallocate(block.cast(), layout, size) },
+        }
     }
 
     #[inline]
@@ -94,6 +95,58 @@ unsafe impl GlobalAlloc for Heap {
             None => unsafe { sdallocx(block.cast(), layout.size(), MALLOCX_ALIGN(layout.align())) },
         }
     }
+}
+
+/// Allocates a block that is large, aligned or redirected.
+///
+/// # Safety
+/// The size is not zero.
+#[inline(never)]
+unsafe fn allocate(layout: Layout, zero: c_int) -> *mut u8 {
+    if layout.size() >= LARGE {
+        checkpoint::pass(layout.size());
+    }
+    // SAFETY: the size is not zero, as the caller promises.
+    unsafe { mallocx(layout.size(), flags(layout.align()) | zero) }.cast()
+}
+
+/// Changes the size of such a block.
+///
+/// # Safety
+/// As for `realloc`.
+#[inline(never)]
+unsafe fn reallocate(block: *mut c_void, layout: Layout, size: usize) -> *mut u8 {
+    if size >= LARGE {
+        checkpoint::pass(size);
+    }
+    let flags = flags(layout.align());
+    if spills() && size > layout.size() && !spill::contains(block) {
+        // SAFETY: as the caller promises.
+        return unsafe { move_to_disk(block, layout, size) };
+    }
+    // SAFETY: as the caller promises. The old block is freed to the arena that it came from.
+    unsafe { rallocx(block, size, flags) }.cast()
+}
+
+/// Grows a block by a new one in the arena to which the thread is bound: in place it would take
+/// memory.
+///
+/// # Safety
+/// As for `realloc`.
+#[cold]
+unsafe fn move_to_disk(block: *mut c_void, layout: Layout, size: usize) -> *mut u8 {
+    let flags = MALLOCX_ALIGN(layout.align());
+    // SAFETY: the size is not zero, as the caller promises.
+    let moved = unsafe { mallocx(size, flags) };
+    if !moved.is_null() {
+        // SAFETY: the old block has as many bytes as its layout, and the new one more.
+        unsafe { moved.copy_from_nonoverlapping(block, layout.size()) };
+        // SAFETY: a live block of this size and alignment.
+        account::moved_to_disk(unsafe { nallocx(layout.size(), flags) } as u64);
+        // SAFETY: the caller promises that the block came from this allocator, with this layout.
+        unsafe { sdallocx(block, layout.size(), flags) };
+    }
+    moved.cast()
 }
 
 /// The size from which most blocks begin at a page.

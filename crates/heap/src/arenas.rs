@@ -436,7 +436,7 @@ impl HostArena {
 }
 
 /// Returns an arena's figures at the last refresh.
-fn stats_of(index: u32) -> Result<HostArenaStats, HostError> {
+pub(super) fn stats_of(index: u32) -> Result<HostArenaStats, HostError> {
     let page = ctl::ARENAS_PAGE.read()?;
     let pages = |count: usize| ByteSize::of(count.saturating_mul(page));
     let (small, large) =

@@ -24,7 +24,7 @@ use super::effective::Difference;
 use super::error::HostError;
 use super::mallctl::Key;
 use super::profile::HeapSettings;
-use super::{arenas, mallctl as ctl};
+use super::{arenas, mallctl as ctl, spill};
 
 /// The longest decay time, in ms: jemalloc holds times as nanoseconds in 64 bits and takes no more
 /// than the whole seconds in it (`NSTIME_SEC_MAX`).
@@ -80,7 +80,9 @@ fn set_decay(
     let mut found = to_come.read()?;
     for _ in 0..PASSES_MAX {
         let mut changed = None;
-        for arena in 0..ctl::ARENAS_COUNT.read()?.min(ctl::ARENA_LIMIT) {
+        let arenas = 0..ctl::ARENAS_COUNT.read()?.min(ctl::ARENA_LIMIT);
+        // The pager alone releases pages on disk.
+        for arena in arenas.filter(|index| spill::arena() != Some(*index)) {
             // Reading is refused only if no arena is initialised. Writing restarts an arena's
             // curve, so that memory that is already idle would stay longer.
             if let Ok(other) = in_arena.read_in(arena)

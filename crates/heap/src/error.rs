@@ -118,6 +118,33 @@ pub enum HostError {
         /// The system's message.
         error: String,
     },
+    /// The folder for spilled memory is on a file system in memory.
+    #[error("cannot spill to {dir}: {kind} is memory; expected a folder on a disk")]
+    SpillInMemory {
+        /// The folder.
+        dir: String,
+        /// The kind of file system.
+        kind: &'static str,
+    },
+    /// The disk, or the limit of a file's size (`ulimit -f`), has too little room for spilled
+    /// memory.
+    #[error("cannot spill to {dir}: room for {room}, expected at least {least}")]
+    SpillRoom {
+        /// The folder.
+        dir: String,
+        /// The free disk, or the limit.
+        room: ByteSize,
+        /// The least.
+        least: ByteSize,
+    },
+    /// The file for spilled memory could not be created or mapped.
+    #[error("cannot spill to {dir}: {error}")]
+    SpillFile {
+        /// The folder.
+        dir: String,
+        /// The system's message.
+        error: String,
+    },
     /// A text is not a heap profile of jemalloc.
     #[error("line {line} of the heap profile: expected {expected}")]
     ProfileText {

@@ -30,6 +30,7 @@ mod allocator;
 #[cfg(feature = "allocator-api2")]
 mod api2;
 mod arenas;
+mod checkpoint;
 mod conf;
 mod effective;
 mod error;
@@ -42,6 +43,7 @@ mod profiler;
 mod purge;
 mod recall;
 mod redirect;
+mod spill;
 mod stats;
 #[cfg(all(feature = "profiling", target_os = "linux", target_arch = "x86_64"))]
 mod unwind;
@@ -53,6 +55,7 @@ pub use account::{Account, AccountMemory, in_progress, is_measured, unmeasured};
 pub use allocations::{AllocationProfile, AllocationStack, take_profile, write_profile};
 pub use allocator::{Heap, is_global, serves_c};
 pub use arenas::{HostArena, HostArenaStats};
+pub use checkpoint::{counted_growth, publish_sample, unwatch_growth, watch_growth};
 pub use conf::{apply, background_threads_supported, limit_mappings, mappings_max, overcommits};
 pub use effective::{Difference, EffectiveConf, effective};
 pub use error::{HostError, Unsupported};
@@ -72,6 +75,7 @@ pub use recall::{
     bind_thread, bound_arenas, flush_tcache_if_requested, flush_thread_cache, on_thread_park,
     request_tcache_flush,
 };
+pub use spill::{pager_bell, run_pager, spill_into, spilled};
 pub use stats::{HeapProbe, HeapSizeClass, HeapSnapshot, thread_totals};
 
 /// Used by the expansion of [`global_allocator!`](crate::global_allocator); don't use them

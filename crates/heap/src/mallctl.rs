@@ -49,6 +49,23 @@ pub(crate) struct FileName;
 #[cfg(feature = "profiling")]
 pub(crate) type BacktraceHook = unsafe extern "C" fn(*mut *mut c_void, *mut c_uint, c_uint);
 
+/// What jemalloc calls on a thread after each so many bytes (`user_hook_object_t` of jemalloc 5.3.1).
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct ThreadEvent {
+    /// Called within an allocation, with the thread's allocated and freed bytes.
+    pub(crate) call: unsafe extern "C" fn(bool, u64, u64),
+    pub(crate) step: u64,
+    pub(crate) is_alloc_only: bool,
+}
+
+/// The hooks of a new arena (`arena_config_t` of jemalloc 5.3.1).
+#[repr(C)]
+pub(crate) struct ArenaConfig {
+    pub(crate) hooks: *mut extent_hooks_t,
+    pub(crate) metadata_use_hooks: bool,
+}
+
 /// Kinds of text that C gives a pointer to.
 pub(crate) trait Pointed {}
 impl Pointed for Text {}
@@ -100,6 +117,7 @@ table! {
     THREAD_PEAK_RESET: (), 3, c"thread.peak.reset";
     THREAD_ARENA: u32, 2, c"thread.arena";
     THREAD_CACHE_FLUSH: (), 3, c"thread.tcache.flush";
+    THREAD_EVENT: ThreadEvent, 3, c"experimental.hooks.thread_event";
 
     ARENAS_COUNT: u32, 2, c"arenas.narenas";
     ARENAS_PAGE: usize, 2, c"arenas.page";
@@ -108,6 +126,9 @@ table! {
     ARENA_DIRTY_DECAY: isize, 3, c"arena.0.dirty_decay_ms";
     ARENA_MUZZY_DECAY: isize, 3, c"arena.0.muzzy_decay_ms";
     ARENAS_CREATE: u32, 2, c"arenas.create";
+    ARENAS_CREATE_WITH: ArenaConfig, 2, c"experimental.arenas_create_ext";
+    ARENA_GROWTH_MAX: usize, 3, c"arena.0.retain_grow_limit";
+    ARENA_ACTIVE_AT: Option<NonNull<usize>>, 4, c"experimental.arenas.0.pactivep";
     ARENA_NAME: Text, 3, c"arena.0.name";
     ARENA_HOOKS: *mut extent_hooks_t, 3, c"arena.0.extent_hooks";
     ARENA_PURGE: (), 3, c"arena.0.purge";
@@ -128,6 +149,7 @@ table! {
     STATS_ARENA_ACTIVE_PAGES: usize, 4, c"stats.arenas.0.pactive";
     STATS_ARENA_DIRTY_PAGES: usize, 4, c"stats.arenas.0.pdirty";
     STATS_ARENA_MUZZY_PAGES: usize, 4, c"stats.arenas.0.pmuzzy";
+    STATS_ARENA_UNBACKED: usize, 4, c"stats.arenas.0.retained";
     STATS_ARENA_SMALL: usize, 5, c"stats.arenas.0.small.allocated";
     STATS_ARENA_LARGE: usize, 5, c"stats.arenas.0.large.allocated";
     STATS_ARENA_CACHED: usize, 4, c"stats.arenas.0.tcache_bytes";
@@ -391,6 +413,36 @@ impl<const N: usize> Key<BacktraceHook, N> {
     pub(crate) unsafe fn write(&self, hook: BacktraceHook) -> Result<(), HostError> {
         // SAFETY: the control takes such a function; the caller guarantees that it is correct.
         unsafe { self.write_raw(self.numbers()?, Some(hook)) }
+    }
+}
+
+impl Key<ThreadEvent, 3> {
+    /// Registers the function, for good.
+    ///
+    /// # Safety
+    /// It may be called on every thread, within an allocation.
+    pub(crate) unsafe fn write(&self, event: ThreadEvent) -> Result<(), HostError> {
+        // SAFETY: the control takes such a value; the caller guarantees that the function is
+        // correct.
+        unsafe { self.write_raw(self.numbers()?, Some(event)) }
+    }
+}
+
+impl Key<ArenaConfig, 2> {
+    /// Creates an arena, and returns its index.
+    ///
+    /// # Safety
+    /// The table and its functions are correct for jemalloc, and stay as long as the process.
+    pub(crate) unsafe fn create(&self, mut config: ArenaConfig) -> Result<u32, HostError> {
+        let (numbers, mut index, mut size) = (self.numbers()?, 0_u32, size_of::<u32>());
+        let (to, from) = ((&raw mut index).cast(), (&raw mut config).cast());
+        // SAFETY: the numbers are the control's, which reads such a value and writes an index; it
+        // refuses other sizes. The caller guarantees that the table is valid.
+        let code = unsafe {
+            let length = size_of::<ArenaConfig>();
+            mallctlbymib(numbers.as_ptr(), numbers.len(), to, &raw mut size, from, length)
+        };
+        if code == 0 { Ok(index) } else { Err(self.refused("write", code)) }
     }
 }
 

@@ -22,7 +22,7 @@ use super::error::{HostError, Unsupported};
 use super::libc_heap::locked;
 use super::recall::{flush_thread_cache, request_tcache_flush};
 use super::stats::{HeapProbe, HeapSnapshot};
-use super::{allocator, arenas, libc_heap, mallctl};
+use super::{allocator, arenas, libc_heap, mallctl, spill};
 
 /// The memory that a purge released, by heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,9 +92,7 @@ pub fn purge(clock: &dyn Clock) -> Result<PurgeReport, HostError> {
     flush_thread_cache()?;
     // First, so that its block is purged as well.
     let failure = if allocator::is_global() { check_release() } else { None };
-    let kept = arenas::keep();
-    mallctl::ARENAS_PURGE.perform()?;
-    drop(kept);
+    purge_arenas()?;
     let jemalloc_took = clock.now() - start;
     let (after, resident_after) = (snapshot()?, anonymous_resident());
     let backed = |of: HeapSnapshot| of.resident.saturating_add(of.muzzy);
@@ -123,6 +121,20 @@ pub fn purge(clock: &dyn Clock) -> Result<PurgeReport, HostError> {
         unreleased: if failure.is_some() { unreleased } else { ByteSize::ZERO },
         failure,
     })
+}
+
+/// Purges every arena but that on disk, which its pager purges: that waits for the disk.
+fn purge_arenas() -> Result<(), HostError> {
+    let _kept = arenas::keep();
+    let Some(on_disk) = spill::arena() else { return mallctl::ARENAS_PURGE.perform() };
+    for index in (0..mallctl::ARENAS_COUNT.read()?).filter(|index| *index != on_disk) {
+        // SAFETY: a purge releases pages without blocks, and no other. No arena is destroyed.
+        match unsafe { mallctl::ARENA_PURGE.perform_in(index) } {
+            Err(HostError::Mallctl { code: libc::EFAULT, .. }) => {} // not initialised
+            other => other?,
+        }
+    }
+    Ok(())
 }
 
 /// Returns the statistics of jemalloc's heap.

@@ -8,11 +8,14 @@
 //! no block from the cache, and put none there. Frees are not redirected; jemalloc finds the arena
 //! of a block by its address.
 //!
+//! Two more numbers stand for work that spills (`spill`) and for a checkpoint that is due
+//! (`checkpoint`): the thread is bound to its arena, and jemalloc takes no other flags.
+//!
 //! Relies on thread-local storage that is reserved when a thread starts, because it is read within
 //! an allocation. On systems other than Linux nothing is redirected.
 //!
-//! Invariant: the number is [`ALIGN`], the mark of a trial, or -1 less the index of an arena that a
-//! scope on this thread's stack borrows.
+//! Invariant: the number is [`ALIGN`], a mark, or -1 less the index of an arena that a scope on this
+//! thread's stack borrows.
 
 use std::cell::Cell;
 use std::ffi::c_int;
@@ -21,11 +24,18 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use tikv_jemalloc_sys::{MALLOCX_ALIGN, MALLOCX_ARENA, MALLOCX_TCACHE_NONE};
 
+use super::account::{self, SPILLS};
+use super::checkpoint;
+
 /// The number of a thread that allocates in no arena: an alignment that blocks of every size class
 /// have. Those of at least twice as many bytes have twice the alignment.
 pub(super) const ALIGN: isize = size_of::<usize>().cast_signed();
 /// The mark of a trial: the next allocation is served as usual and sets the number to [`ALIGN`].
 const TRIAL: isize = 0;
+/// The mark of work that spills.
+const SPILL: isize = isize::MIN / 4;
+/// The mark of a checkpoint that is due at the next allocation.
+const DUE: isize = SPILL + 1;
 /// The size of the block that tests if allocations reach this module.
 const TRIAL_BYTES: usize = 1024;
 
@@ -50,15 +60,42 @@ pub(super) fn plain_size(number: isize, size: usize, align: usize) -> Option<usi
     (signed <= 2 * number).then(|| size.max(align))
 }
 
-/// Returns the flags for `mallocx` of a block that has no [`plain_size`]. Ends a trial.
+/// Returns the flags for `mallocx` of a block that has no [`plain_size`]. Ends a trial, and passes a
+/// checkpoint that is due.
 #[inline]
 pub(super) fn flags(align: usize) -> c_int {
     let number = number();
     if number == TRIAL {
         NUMBER.set(ALIGN);
+    } else if number == DUE {
+        set_spills(account::is_over(SPILLS));
+        checkpoint::pass(0);
     }
     let of_arena = || MALLOCX_ARENA((-1 - number).cast_unsigned()) | MALLOCX_TCACHE_NONE;
-    MALLOCX_ALIGN(align) | if number < TRIAL { of_arena() } else { 0 }
+    MALLOCX_ALIGN(align) | if DUE < number && number < TRIAL { of_arena() } else { 0 }
+}
+
+/// Returns `true` if the thread's work spills, and no scope in it redirects.
+#[inline]
+pub(super) fn spills() -> bool {
+    number() == SPILL
+}
+
+/// Returns `true` if no scope redirects.
+pub(super) fn is_plain() -> bool {
+    matches!(number(), ALIGN | DUE)
+}
+
+/// Begins or ends the spill of the thread's work.
+pub(super) fn set_spills(spills: bool) {
+    NUMBER.set(if spills { SPILL } else { ALIGN });
+}
+
+/// Has the thread's next allocation pass a checkpoint, unless a scope redirects it.
+pub(super) fn ask_for_checkpoint() {
+    if matches!(number(), ALIGN | SPILL) {
+        NUMBER.set(DUE);
+    }
 }
 
 /// Redirects this thread's allocations until it is dropped; scopes nest.

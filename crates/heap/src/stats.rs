@@ -1,7 +1,7 @@
 //! The heap's statistics, in this crate's terms.
 //!
 //! It only measures. A snapshot refreshes jemalloc's statistics (one *epoch*) and reads them; the
-//! active bytes alone need no refresh. Neither allocates.
+//! active bytes alone need no refresh. Neither allocates. The arena on disk (`spill`) is left out.
 //!
 //! Invariants: `live <= active <= mapped`; `dirty + muzzy <= resident` if the pages were touched
 //! and muzzy pages are few; `retained = resident - live`.
@@ -9,8 +9,9 @@
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::fork::Birth;
 
+use super::arenas::stats_of;
 use super::error::HostError;
-use super::mallctl as ctl;
+use super::{mallctl as ctl, spill};
 
 /// The heap at one instant.
 ///
@@ -134,21 +135,30 @@ impl HeapProbe {
     /// The errors of [`snapshot`](Self::snapshot).
     pub fn active(&self) -> Result<ByteSize, HostError> {
         self.check_birth()?;
-        ctl::APPROXIMATE_ACTIVE.read().map(ByteSize::of)
+        let active = ByteSize::of(ctl::APPROXIMATE_ACTIVE.read()?);
+        Ok(active.saturating_sub(self.pages(spill::active_pages())))
     }
 
     /// The statistics of the last epoch.
     fn read(&self) -> Result<HeapSnapshot, HostError> {
+        let (on_disk, unbacked) = spill::arena().map_or_else(Default::default, |arena| {
+            let unbacked = ctl::STATS_ARENA_UNBACKED.read_of(arena).map(ByteSize::of);
+            (stats_of(arena).unwrap_or_default(), unbacked.unwrap_or_default())
+        });
+        let pages = on_disk.active.saturating_add(on_disk.dirty);
+        let read = |key: &ctl::Key<usize, 2>, less| {
+            key.read().map(|found| ByteSize::of(found).saturating_sub(less))
+        };
         let thread_caches = ByteSize::of(ctl::STATS_THREAD_CACHES.read()?);
         Ok(HeapSnapshot {
-            live: ByteSize::of(ctl::STATS_ALLOCATED.read()?).saturating_sub(thread_caches),
-            active: ByteSize::of(ctl::STATS_ACTIVE.read()?),
-            dirty: self.pages(ctl::STATS_DIRTY_PAGES.read()?),
+            live: read(&ctl::STATS_ALLOCATED, thread_caches.saturating_add(on_disk.live))?,
+            active: read(&ctl::STATS_ACTIVE, on_disk.active)?,
+            dirty: self.pages(ctl::STATS_DIRTY_PAGES.read()?).saturating_sub(on_disk.dirty),
             muzzy: self.pages(ctl::STATS_MUZZY_PAGES.read()?),
-            metadata: ByteSize::of(ctl::STATS_METADATA.read()?),
-            resident: ByteSize::of(ctl::STATS_RESIDENT.read()?),
-            mapped: ByteSize::of(ctl::STATS_MAPPED.read()?),
-            unbacked: ByteSize::of(ctl::STATS_UNBACKED.read()?),
+            metadata: read(&ctl::STATS_METADATA, ByteSize::ZERO)?,
+            resident: read(&ctl::STATS_RESIDENT, pages)?,
+            mapped: read(&ctl::STATS_MAPPED, pages)?,
+            unbacked: read(&ctl::STATS_UNBACKED, unbacked)?,
             thread_caches,
             arenas: ctl::ARENAS_COUNT.read()?,
             background_threads: u32::try_from(ctl::STATS_THREADS.read()?).unwrap_or(u32::MAX),

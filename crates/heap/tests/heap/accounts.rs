@@ -59,7 +59,7 @@ fn bytes_count_for_the_innermost_account() {
 fn other_threads_see_what_work_in_progress_has_taken_of_its_amount() {
     let account = account();
     let seen = || {
-        let look = || heap::in_progress().get() >> 20;
+        let look = || heap::in_progress()[0].get() >> 20;
         thread::spawn(look).join().expect("no panic")
     };
     let work = || {

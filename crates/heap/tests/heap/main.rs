@@ -20,6 +20,7 @@ mod profile_sources;
 mod profile_symbol;
 mod profile_throughput;
 mod profile_wrong_name;
+mod spill;
 #[path = "../../../../tests/support/start.rs"]
 mod start;
 mod threads;

@@ -1,0 +1,208 @@
+//! Checkpoints: what threads allocate counts before the work that allocates it has ended.
+//!
+//! [`Heap`](super::Heap) passes a checkpoint before each block of [`LARGE`] bytes or more, and
+//! jemalloc calls one after each [`STEP`] bytes of smaller ones. It adds what the thread has taken
+//! to a count of the process, which frees never lower: pages of freed blocks may still be there.
+//! The control loop samples the kernel's figures and publishes at which count the next sample is due
+//! and at which memory is short ([`publish_sample`]). Only when memory seems short does a checkpoint
+//! read the kernel's figure itself.
+//!
+//! If the thread's work holds far more than its claim, the control loop sees from here on what it
+//! takes ([`in_progress`](super::in_progress)), and if memory is short, the work spills (`spill`).
+//!
+//! A checkpoint takes no lock but that of the bell that it rings, and allocates nothing except the
+//! entry of a thread that outgrows a claim for the first time. What jemalloc calls, within an
+//! allocation, only counts and rings: the rest is done at the thread's next allocation.
+//!
+//! Invariant: anonymous memory since the last sample has grown by at most what was counted, one
+//! step and one large block of each thread, and pages of older blocks that were touched since.
+#![expect(unsafe_code, reason = "jemalloc calls a function, and a file is read past its handle")]
+
+use std::cell::Cell;
+use std::fs::File;
+use std::mem::ManuallyDrop;
+use std::os::fd::{FromRawFd as _, IntoRawFd as _};
+use std::os::unix::fs::FileExt as _;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64};
+use std::sync::{Arc, LazyLock};
+use std::time::Duration;
+
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::clock::{Bell, Clock as _, SystemClock};
+use lowtide_core::fork::Birth;
+use lowtide_core::kernel::{Statm, page_size};
+
+use super::account::{self, OUTGROWS, SPILLS, is_over};
+use super::mallctl::{THREAD_EVENT, ThreadEvent};
+use super::{redirect, spill};
+
+/// The size from which each block is a checkpoint. An estimate: a thread allocates such blocks a few
+/// thousand times a second at most.
+pub(super) const LARGE: usize = 256 << 10;
+/// The bytes of smaller blocks between two checkpoints of a thread.
+const STEP: u64 = 1 << 20;
+/// Work that holds less than this beyond its claim neither counts nor spills. An estimate: sixteen
+/// threads that do take a sixth of a limit of 384 MiB.
+const EXCESS_MIN: u64 = 4 << 20;
+/// The least growth after which the next sample is due.
+const SAMPLE_MIN: u64 = 4 << 20;
+/// A sample is due when this part of the room is gone.
+const SAMPLE_PART: u64 = 16;
+/// The least time between two rings: a sample takes some 10 us.
+const RING_EVERY: Duration = Duration::from_millis(2);
+
+/// The bytes that threads were seen to take; never falls.
+static COUNTED: AtomicU64 = AtomicU64::new(0);
+/// The count at which the next sample is due, or [`u64::MAX`].
+static SAMPLE_AT: AtomicU64 = AtomicU64::new(u64::MAX);
+/// The count at which memory is short, or [`u64::MAX`].
+static SHORT_AT: AtomicU64 = AtomicU64::new(u64::MAX);
+/// The most anonymous memory of the process before memory is short.
+static ANONYMOUS_MAX: AtomicU64 = AtomicU64::new(u64::MAX);
+/// Checkpoints count.
+static IS_ON: AtomicBool = AtomicBool::new(false);
+/// The handle of `/proc/self/statm`, which stays open.
+static STATM: AtomicI32 = AtomicI32::new(-1);
+/// The process in which they count, the bell, and its clock.
+static WATCH: LazyLock<(Birth, Arc<Bell>, SystemClock)> =
+    LazyLock::new(|| (Birth::now(), Bell::new(), SystemClock::new()));
+/// The time of the next ring at the earliest, in microseconds of that clock.
+static RINGS_AT: AtomicU64 = AtomicU64::new(0);
+
+thread_local! {
+    /// The thread's net bytes that are counted.
+    static SEEN: Cell<i64> = const { Cell::new(0) };
+    /// A checkpoint is being passed.
+    static IS_PASSING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Starts the checkpoints of this process, if [`Heap`](super::Heap) is its global allocator. Returns
+/// the bell that rings when the next sample is due.
+pub fn watch_growth() -> Arc<Bell> {
+    let (birth, bell, _) = &*WATCH;
+    if account::is_measured() && birth.is_here() {
+        if STATM.load(Relaxed) < 0
+            && let Ok(file) = File::open("/proc/self/statm")
+        {
+            STATM.store(file.into_raw_fd(), Relaxed);
+        }
+        // Without it, because four others are registered, only large blocks count.
+        let event = ThreadEvent { call: after_step, step: STEP, is_alloc_only: true };
+        // SAFETY: `after_step` may be called within each allocation of each thread.
+        let _ = unsafe { THREAD_EVENT.write(event) };
+        IS_ON.store(true, Relaxed);
+    }
+    Arc::clone(bell)
+}
+
+/// Ends them: no sample follows.
+pub fn unwatch_growth() {
+    IS_ON.store(false, Relaxed);
+    for at in [&SAMPLE_AT, &SHORT_AT, &ANONYMOUS_MAX] {
+        at.store(u64::MAX, Relaxed);
+    }
+}
+
+/// Returns the count of what threads were seen to take, for [`publish_sample`].
+#[must_use]
+pub fn counted_growth() -> u64 {
+    COUNTED.load(Relaxed)
+}
+
+/// Publishes a sample that was begun at this count: the limit, [`ByteSize::MAX`] if there is none,
+/// the physical memory that counts against it, and the process's anonymous memory.
+pub fn publish_sample(counted: u64, limit: ByteSize, physical: ByteSize, anonymous: ByteSize) {
+    let left = limit.saturating_sub(physical).get();
+    let due = counted.saturating_add((left / SAMPLE_PART).max(SAMPLE_MIN));
+    SAMPLE_AT.store(if limit == ByteSize::MAX { u64::MAX } else { due }, Relaxed);
+    let Some(reserve) = spill::reserve(limit) else { return };
+    let room = left.cast_signed().saturating_sub(reserve.cast_signed());
+    let most = anonymous.get().saturating_add_signed(room);
+    ANONYMOUS_MAX.store(most, Relaxed);
+    SHORT_AT.store(counted.saturating_add(most.saturating_sub(anonymous.get())), Relaxed);
+}
+
+/// Returns the kernel's figures of the process; `None` if they cannot be read. Does not allocate.
+pub(super) fn statm() -> Option<Statm> {
+    let handle = Some(STATM.load(Relaxed)).filter(|handle| *handle >= 0)?;
+    // SAFETY: it stays open, and is not closed here.
+    let file = ManuallyDrop::new(unsafe { File::from_raw_fd(handle) });
+    let mut text = [0; 128];
+    let length = file.read_at(&mut text, 0).ok()?;
+    Statm::parse(text.get(..length)?, page_size()?)
+}
+
+/// Returns `true` if memory is short once so many bytes more are allocated, by the kernel's figure.
+fn is_short(coming: u64) -> bool {
+    let counted = COUNTED.load(Relaxed);
+    let Some(now) = statm() else { return false };
+    let left = ANONYMOUS_MAX.load(Relaxed).saturating_sub(now.anon.get());
+    SHORT_AT.store(counted.saturating_add(left), Relaxed);
+    coming > left
+}
+
+/// Counts what the thread has taken until now. Returns `true` if memory seems short once so many
+/// bytes more are allocated.
+fn count(net: i64, coming: u64) -> bool {
+    let more = net.wrapping_sub(SEEN.replace(net)).max(0).unsigned_abs();
+    let counted = COUNTED.fetch_add(more, Relaxed) + more + coming;
+    if counted >= SAMPLE_AT.load(Relaxed) {
+        ring();
+    }
+    counted >= SHORT_AT.load(Relaxed)
+}
+
+/// Rings once for each sample, unless it has just rung.
+#[cold]
+fn ring() {
+    let (birth, bell, clock) = &*WATCH;
+    let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+    let now = micros(clock.now().since_origin());
+    if birth.is_here()
+        && now >= RINGS_AT.load(Relaxed)
+        && SAMPLE_AT.swap(u64::MAX, Relaxed) != u64::MAX
+    {
+        RINGS_AT.store(now + micros(RING_EVERY), Relaxed);
+        bell.ring();
+    }
+}
+
+/// Called by jemalloc within an allocation.
+unsafe extern "C" fn after_step(_: bool, allocated: u64, freed: u64) {
+    if !IS_ON.load(Relaxed) || IS_PASSING.get() {
+        return;
+    }
+    let seems_short = count(allocated.wrapping_sub(freed).cast_signed(), 0);
+    let excess = || account::at_work(|account, now| account.excess(now, 0)).unwrap_or(0);
+    if is_over(SPILLS) || excess() >= EXCESS_MIN && (seems_short || !is_over(OUTGROWS)) {
+        redirect::ask_for_checkpoint();
+    }
+}
+
+/// Passes a checkpoint before so many bytes are allocated, outside jemalloc.
+#[cold]
+#[inline(never)]
+pub(super) fn pass(coming: usize) {
+    if !IS_ON.load(Relaxed) || IS_PASSING.replace(true) {
+        return;
+    }
+    let coming = coming as u64;
+    let seems_short = account::net_bytes().is_some_and(|net| count(net, coming));
+    if is_over(SPILLS) {
+        spill::keep_pace();
+    } else if WATCH.0.is_here() {
+        account::at_work(|account, now| {
+            if account.excess(now, coming) < EXCESS_MIN {
+                return;
+            }
+            if !is_over(OUTGROWS) {
+                account::outgrow(account);
+            }
+            if seems_short && is_short(coming) {
+                spill::begin(now);
+            }
+        });
+    }
+    IS_PASSING.set(false);
+}

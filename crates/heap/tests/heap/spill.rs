@@ -1,0 +1,327 @@
+//! Work that outgrows its claim while memory is short: what it allocates lies on disk, keeps its
+//! bytes, and is told apart from memory. Each test has a process of its own, since a process has one
+//! file.
+#![cfg(target_os = "linux")]
+#![expect(unsafe_code, reason = "forks, limits and a block of one's own layout are C calls")]
+
+use std::alloc::{Layout, alloc, dealloc, realloc};
+use std::hint::black_box;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use lowtide_heap::clock::{Clock, SystemClock};
+use lowtide_heap::{self as heap, Account, ByteSize, HeapProbe, HostArena, HostError};
+use test_fork::test;
+
+const MIB: usize = 1 << 20;
+const DISK: &str = env!("CARGO_TARGET_TMPDIR");
+const MOST: ByteSize = ByteSize::gib(1);
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn account() -> Arc<Account<()>> {
+    let account = Account::new((), |(), _| ());
+    account.set_claim(ByteSize::mib(1));
+    Arc::new(account)
+}
+
+/// Publishes a sample by which so much of 256 MiB is left.
+fn leave(left: ByteSize) {
+    let limit = ByteSize::mib(256);
+    heap::publish_sample(heap::counted_growth(), limit, limit.saturating_sub(left), anonymous());
+}
+
+fn anonymous() -> ByteSize {
+    let text = std::fs::read_to_string("/proc/self/statm").expect("statm");
+    let pages: Vec<u64> = text.split(' ').take(3).map(|it| it.parse().expect("pages")).collect();
+    ByteSize::new((pages[1] - pages[2]) * 4096)
+}
+
+/// Returns `true` once it holds, unless that takes too long.
+fn soon(holds: impl Fn() -> bool) -> bool {
+    let (clock, bell) = (SystemClock::new(), heap::clock::Bell::new());
+    while !holds() && clock.now().since_origin() < PATIENCE {
+        clock.wait_until(&bell, clock.now() + Duration::from_millis(1));
+    }
+    holds()
+}
+
+/// Runs a test with a pager, in a process without memory.
+fn short_of_memory(most: ByteSize, test: impl FnOnce()) {
+    heap::watch_growth();
+    heap::spill_into(Path::new(DISK), most).expect("a disk");
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| heap::run_pager(&stop, &SystemClock::new()).expect("a disk that works"));
+        leave(ByteSize::ZERO);
+        let has_begun = || {
+            account().run(|| drop(black_box(vec![1_u8; 8 * MIB])));
+            heap::spilled().1 > 0
+        };
+        assert!(soon(has_begun), "nothing spills");
+        let ended = catch_unwind(AssertUnwindSafe(test));
+        stop.store(true, Ordering::Release);
+        heap::pager_bell().ring();
+        ended.unwrap_or_else(|panic| resume_unwind(panic));
+    });
+}
+
+/// Small blocks, together of so many MiB, and a list of them that grows by moving.
+fn lines(mib: usize) -> Vec<Vec<u8>> {
+    let mut lines = Vec::new();
+    for nth in 0..mib * 1024_usize {
+        let mut line = vec![0; 1024];
+        line[..8].copy_from_slice(&nth.to_ne_bytes());
+        line[1023] = 7;
+        lines.push(line);
+    }
+    lines
+}
+
+fn are_right(lines: &[Vec<u8>]) -> bool {
+    let is_right =
+        |(nth, line): (usize, &Vec<u8>)| line[..8] == nth.to_ne_bytes() && line[1023] == 7;
+    lines.iter().enumerate().all(is_right)
+}
+
+fn times() -> u64 {
+    heap::spilled().1
+}
+
+#[test]
+fn what_spills_keeps_its_bytes_and_is_no_memory_of_the_request_or_the_heap() {
+    short_of_memory(MOST, || {
+        let (account, probe) = (account(), HeapProbe::new().expect("statistics"));
+        let before = (anonymous(), probe.snapshot().expect("statistics"));
+        let lines = account.run(|| lines(220));
+        assert!(are_right(&lines));
+        let (memory, after) = (account.memory(), probe.snapshot().expect("statistics"));
+        let all = ByteSize::mib(200);
+        assert!(memory.spilled > all && memory.live < ByteSize::mib(16), "{memory:?}");
+        assert!(memory.peak < ByteSize::mib(16) && memory.allocated > all, "{memory:?}");
+        let figures = |it: heap::HeapSnapshot| [it.live, it.active, it.resident, it.dirty];
+        for (before, after) in figures(before.1).into_iter().zip(figures(after)) {
+            assert!(after.saturating_sub(before) < ByteSize::mib(24), "{before}, {after}");
+        }
+        let active = probe.active().expect("statistics");
+        assert!(active.get().abs_diff(after.active.get()) < 1 << 20, "{active}");
+        assert!(anonymous().saturating_sub(before.0) < ByteSize::mib(32));
+        assert!(heap::spilled().0 > all);
+        let purged = heap::purge_now().expect("purged");
+        assert!(purged.released() < ByteSize::mib(32), "{purged:?}");
+        // It outlives its request, and another thread frees it.
+        drop(account);
+        thread::spawn(move || {
+            assert!(are_right(&lines));
+            drop(lines);
+        })
+        .join()
+        .expect("no panic");
+        let on_disk = || heap::spilled().0;
+        assert!(soon(|| on_disk() < ByteSize::mib(32)), "{} stay", on_disk());
+    });
+}
+
+#[test]
+fn a_block_grows_onto_the_disk_on_it_and_off_it_again() {
+    short_of_memory(MOST, || {
+        let account = account();
+        leave(ByteSize::mib(200));
+        let mut block: Vec<u8> = Vec::with_capacity(6 * MIB);
+        let fill = |block: &mut Vec<u8>, mib: usize| {
+            while block.len() < mib * MIB {
+                block.push((block.len() / 7).to_le_bytes()[0]);
+            }
+        };
+        account.run(|| fill(&mut block, 5));
+        let (live, begun) = (account.memory().live, times());
+        leave(ByteSize::ZERO);
+        account.run(|| {
+            fill(&mut block, 6);
+            assert_eq!(times(), begun);
+            fill(&mut block, 40);
+            assert_eq!(times(), begun + 1);
+            fill(&mut block, 90);
+            block.truncate(50 * MIB);
+            block.shrink_to(60 * MIB);
+        });
+        assert_eq!(account.memory().live, ByteSize::ZERO, "{live} were there");
+        assert!(account.memory().spilled >= ByteSize::mib(90), "{:?}", account.memory());
+        leave(ByteSize::mib(256));
+        account.run(|| fill(&mut block, 100));
+        assert_eq!(times(), begun + 1);
+        for (at, byte) in block.iter().enumerate() {
+            assert_eq!(*byte, (at / 7).to_le_bytes()[0], "at {at}");
+        }
+    });
+}
+
+#[test]
+fn blocks_of_each_layout_move_onto_the_disk() {
+    short_of_memory(MOST, || {
+        for (size, align) in [(24, 8), (100, 64), (5000, 16), (MIB, 4096), (9 * MIB, 8)] {
+            let old = Layout::from_size_align(size, align).expect("a layout");
+            // SAFETY: the layout has a size.
+            let block = unsafe { alloc(old) };
+            // SAFETY: so many bytes.
+            unsafe { block.write_bytes(7, size) };
+            let (account, begun) = (account(), times());
+            let moved = account.run(|| {
+                drop(black_box(vec![1_u8; 8 * MIB]));
+                assert_eq!(times(), begun + 1);
+                // SAFETY: the block has this layout, and is not used again.
+                unsafe { realloc(block, old, 2 * size) }
+            });
+            assert_eq!(moved.addr() % align, 0);
+            // SAFETY: the first bytes were moved.
+            let bytes = unsafe { std::slice::from_raw_parts(moved, size) };
+            assert!(bytes.iter().all(|byte| *byte == 7), "{old:?}");
+            let new = Layout::from_size_align(2 * size, align).expect("a layout");
+            // SAFETY: a live block of this layout.
+            unsafe { dealloc(moved, new) };
+        }
+    });
+}
+
+#[test]
+fn beyond_the_space_on_disk_memory_is_taken() {
+    short_of_memory(ByteSize::mib(128), || {
+        let before = anonymous();
+        let (account, begun) = (account(), times());
+        let (lines, block) = account.run(|| (lines(90), vec![3_u8; 40 * MIB]));
+        assert_eq!(times(), begun + 1);
+        assert!(are_right(&lines) && block.iter().all(|byte| *byte == 3));
+        let (on_disk, _) = heap::spilled();
+        assert!(on_disk <= ByteSize::mib(128) && on_disk > ByteSize::mib(60), "{on_disk}");
+        assert!(anonymous().saturating_sub(before) > ByteSize::mib(30));
+    });
+}
+
+#[test]
+fn a_spill_ends_with_the_outermost_work_also_by_a_panic() {
+    short_of_memory(MOST, || {
+        let (outer, inner) = (account(), account());
+        let begun = times();
+        let block = || black_box(vec![1_u8; 8 * MIB]);
+        let panics = || {
+            outer.run(|| {
+                let kept = inner.run(|| heap::unmeasured(block));
+                assert_eq!(times(), begun, "nobody's work");
+                let more = inner.run(block);
+                let most = outer.run(|| vec![block(), block()]);
+                drop((kept, more, most));
+                resume_unwind(Box::new("bug"))
+            })
+        };
+        assert!(catch_unwind(AssertUnwindSafe(panics)).is_err());
+        assert_eq!(times(), begun + 1, "one for all");
+        assert_eq!([outer.memory().live, inner.memory().live], [ByteSize::ZERO; 2]);
+        assert!(inner.memory().spilled >= ByteSize::mib(8), "{:?}", inner.memory());
+        let (on_disk, memory) = (heap::spilled().0, anonymous());
+        let kept = block();
+        assert!(anonymous().saturating_sub(memory) >= ByteSize::mib(7), "it is on disk");
+        assert!(heap::spilled().0 <= on_disk);
+        drop(kept);
+    });
+}
+
+#[test]
+fn work_in_an_arena_and_work_without_a_claim_stay_in_memory() {
+    short_of_memory(MOST, || {
+        let (begun, block) = (times(), || black_box(vec![1_u8; 8 * MIB]));
+        let unclaimed = Arc::new(Account::new((), |(), _| ()));
+        drop((block(), unclaimed.run(block)));
+        let arena = HostArena::new("model").expect("an arena");
+        let within = || account().run(block);
+        let blocks = (arena.scope(within).expect("bound"), arena.scope_uncached(within));
+        assert_eq!(times(), begun);
+        assert!(arena.stats().expect("statistics").live >= ByteSize::mib(16));
+        drop(blocks);
+        let small = account().run(|| {
+            drop(block());
+            assert_eq!(times(), begun + 1);
+            arena.scope(|| vec![1_u8; 3 * MIB]).expect("bound")
+        });
+        assert!(arena.stats().expect("statistics").live >= ByteSize::mib(3));
+        drop(small);
+        heap::flush_thread_cache().expect("flushed");
+        arena.retire().expect("nothing points into it");
+    });
+}
+
+#[test]
+fn a_child_has_what_was_spilled_and_changes_nothing_of_its_parent() {
+    short_of_memory(MOST, || {
+        let account = account();
+        let (mut lines, child) = account.run(|| {
+            let mut lines = lines(60);
+            // SAFETY: the child allocates, which jemalloc allows after a fork, and ends.
+            let child = unsafe { libc::fork() };
+            if child == 0 {
+                // SAFETY: ends the child if it hangs.
+                let _ = unsafe { libc::alarm(20) };
+                let is_right = are_right(&lines);
+                lines.iter_mut().for_each(|line| line.fill(1));
+                let more = self::lines(10);
+                let is_right = is_right && are_right(&more) && lines[7][7] == 1;
+                drop((lines, more));
+                let is_purged = heap::purge_now().is_ok();
+                // SAFETY: ends the child without the handlers of the parent.
+                unsafe { libc::_exit(i32::from(!is_right || !is_purged)) };
+            }
+            (lines, child)
+        });
+        let mut status = 0;
+        // SAFETY: a child, and a place for its status.
+        let ended = unsafe { libc::waitpid(child, &raw mut status, 0) };
+        assert_eq!((ended, status), (child, 0));
+        assert!(are_right(&lines));
+        lines.clear();
+    });
+}
+
+#[test]
+fn a_folder_that_does_not_serve_is_refused() {
+    let spill_into = |dir: &str| heap::spill_into(Path::new(dir), MOST);
+    assert!(matches!(spill_into("/dev/shm"), Err(HostError::SpillInMemory { kind: "tmpfs", .. })));
+    for dir in ["/nowhere", "/proc/self", concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")] {
+        assert!(matches!(spill_into(dir), Err(HostError::SpillFile { .. })), "{dir}");
+    }
+    let limit = libc::rlimit { rlim_cur: 64 << 20, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: the limit of this process, which ends with this test.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit) }, 0);
+    let error = spill_into(DISK).expect_err("64 MiB are too little");
+    assert!(
+        error.to_string().ends_with("room for 64.0 MiB, expected at least 128.0 MiB"),
+        "{error}"
+    );
+}
+
+#[test]
+fn growth_within_work_rings_and_is_seen_at_once() {
+    let (bell, clock) = (heap::watch_growth(), SystemClock::new());
+    let rings = || clock.wait_until(&bell, clock.now());
+    let account = account();
+    let look = || heap::in_progress().map(|bytes| bytes.get() >> 20);
+    leave(ByteSize::mib(32));
+    rings();
+    account.run(|| {
+        let large = black_box(vec![1_u8; 3 * MIB]);
+        assert_eq!((rings(), look()), (false, [0, 0]));
+        let more = black_box(vec![1_u8; 6 * MIB]);
+        assert_eq!((rings(), look()), (true, [1, 8]), "all that is there once it is allocated");
+        leave(ByteSize::mib(32));
+        drop(more);
+        assert_eq!(look(), [1, 2]);
+        let small = lines(10);
+        assert!(rings(), "of small blocks");
+        drop((large, small));
+    });
+    assert_eq!(look(), [0, 0]);
+    heap::unwatch_growth();
+    drop(black_box(vec![1_u8; 64 * MIB]));
+    assert!(!rings());
+}
