@@ -34,6 +34,7 @@ ENV LOWTIDE_PROFILE=low-memory \
 ENV LOWTIDE_FLIGHT_RECORDER=/var/lib/lowtide/recording \
     LOWTIDE_HEAP_PROFILE_DIR=/var/lib/lowtide/profiles
 VOLUME /var/lib/lowtide
+# With LOWTIDE_SPILL_DIR=/var/lib/lowtide, polls that outgrow the limit go on in a file there.
 
 # jemalloc serves Rust code only. C code allocates from glibc's heap, which would have up to eight
 # arenas per core and never releases their inner pages by itself.

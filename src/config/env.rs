@@ -173,6 +173,8 @@ mod tests {
             ("LOWTIDE_EXHAUSTION_POLICY", "exit:10m"),
             ("LOWTIDE_FLIGHT_RECORDER", "/run/lowtide/recording"),
             ("LOWTIDE_HEAP_PROFILE_DIR", "/profiles"),
+            ("LOWTIDE_SPILL_DIR", "/spill"),
+            ("LOWTIDE_SPILL_MAX", "2g"),
             ("PATH", "/bin"),
         ]);
         let expected = Settings {
@@ -204,9 +206,11 @@ mod tests {
             }),
             flight_recorder: Some(Some("/run/lowtide/recording".into())),
             heap_profile_dir: Some(Some("/profiles".into())),
+            spill_dir: Some(Some("/spill".into())),
+            spill_max: Some(ByteSize::gib(2)),
         };
         assert_eq!(found, Ok(expected));
-        assert_eq!(VARIABLES.len(), 26, "a variable was added that this test does not name");
+        assert_eq!(VARIABLES.len(), 28, "a variable was added that this test does not name");
     }
 
     /// The bug: `LOWTIDE_MEMORY_LIMIT=` stopped the start, which is what a template with a missing

@@ -55,7 +55,6 @@ macro_rules! formats {
 const NEVER: &str = "a duration such as 500ms, 30s or 5m above zero, or never";
 const ABOVE_ZERO: &str = "an amount of memory above zero";
 
-#[cfg(feature = "device")]
 pub(super) const SIZE: Format<ByteSize> =
     Format { expected: ABOVE_ZERO, parse: str::parse, accepts: |size| !size.is_zero() };
 pub(super) const SIZE_IF_ANY: Format<Option<ByteSize>> = Format {

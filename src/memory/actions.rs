@@ -243,6 +243,7 @@ impl MaintenanceExecutor {
         let by_trigger = Trigger::ALL.map(|trigger| (trigger.name(), purges.total(trigger)));
         to.put(name::HEAP_PURGES, &[], by_trigger);
         to.put(name::HEAP_PURGED, &[], purges.bytes());
+        to.process_total(name::HEAP_SPILLS, &[], heap::spilled().1);
         if self.shared.config.process_metrics.value {
             to.process(snapshot.signal.rss, &self.process.read(to.has_detail()));
         }

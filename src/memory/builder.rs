@@ -243,6 +243,9 @@ impl Builder {
             (signals, heap)
         };
         check_limit(config, &signals, clock, diagnostics)?;
+        if let Some(dir) = config.spill_dir.value.as_deref().filter(|_| !self.is_detached) {
+            heap::spill_into(dir, config.spill_max.value).map_err(StartError::Spill)?;
+        }
         Ok((Arc::new(signals), heap))
     }
 
@@ -533,9 +536,11 @@ fn prepare_admission(shared: &Arc<Shared>, is_detached: bool) {
 fn running(shared: &Shared) -> RunningMemory {
     let mut other_bells = vec![Arc::clone(&shared.flight.bell)];
     other_bells.extend(shared.profiles.iter().map(|profiles| Arc::clone(&profiles.bell)));
+    other_bells.push(heap::pager_bell());
+    let is_attached = shared.claim.is_attached;
     RunningMemory {
         stop: Arc::default(),
-        bell: Bell::new(),
+        bell: if is_attached { heap::watch_growth() } else { Bell::new() },
         other_bells,
         started: Mutex::new(Vec::with_capacity(THREADS + 2)),
         claim: Arc::clone(&shared.claim),
@@ -559,6 +564,9 @@ fn launch(parts: AssembledParts, stack: ByteSize) -> Result<Memory, StartError> 
     running.spawn("lowtide-worker", stack, move || run_worker(&mut worker, &*clock))?;
     running.spawn("lowtide-control", stack, move || {
         run_control(&mut maintenance, &*shared.clock, &bell, &stops);
+        if shared.claim.is_attached {
+            heap::unwatch_growth();
+        }
         if !shared.admission.is_closed() {
             maintenance.leave(); // dropped, not shut down: resources may still be loaded
         }
@@ -566,6 +574,15 @@ fn launch(parts: AssembledParts, stack: ByteSize) -> Result<Memory, StartError> 
         // No more decisions follow: the worker ends after its queue.
         shared.state.close();
     })?;
+    if joined.claim.is_attached && joined.config.spill_dir.value.is_some() {
+        let (clock, stops) = (Arc::clone(&joined.clock), stop());
+        running.spawn("lowtide-pager", stack, move || {
+            if let Err(error) = heap::run_pager(&stops, &*clock) {
+                log!(error, %error, "cannot write spilled memory");
+                std::process::abort(); // a block could read as something else
+            }
+        })?;
+    }
     // Without one of these the `Memory` works too. The claim is held until it has ended, so that the
     // next `Memory` finds what it used unlocked.
     let started = |about, started: Result<(), StartError>| {

@@ -69,6 +69,9 @@ pub enum StartError {
         /// The maximum.
         max: usize,
     },
+    /// [`Builder::spill_dir`](super::Builder::spill_dir) is set, and nothing can be spilled to it.
+    #[error(transparent)]
+    Spill(HostError),
     /// The Prometheus recorder could not be installed.
     #[error(
         "cannot install the Prometheus recorder: {error}; expected no other recorder, or \

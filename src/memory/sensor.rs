@@ -170,12 +170,17 @@ impl MemorySensor {
 
 impl Sensor for MemorySensor {
     fn sample(&mut self, now: Moment) -> Sample {
+        let counted = heap::counted_growth();
         let signal = self.signals.sample(now);
         let mut sample =
             Sample { physical: signal.physical, limit: signal.limit, ..Sample::default() };
         sample.has_fit = self.signals.has_fit();
-        [sample.in_progress, _] = heap::in_progress();
+        [sample.in_progress, sample.outgrown] = heap::in_progress();
         sample.anonymous = signal.anonymous.unwrap_or(ByteSize::ZERO);
+        if self.heap.is_some() {
+            let limit = if signal.limit.is_known() { signal.limit.bytes } else { ByteSize::MAX };
+            heap::publish_sample(counted, limit, signal.physical, sample.anonymous);
+        }
         let _ = self.add_heap(now, &signal, &mut sample);
         #[cfg(feature = "device")]
         self.arenas.add_to(&mut sample);

@@ -90,6 +90,8 @@ macro_rules! rows {
     Detail Counter "lowtide_heap_purged_bytes_total" ["heap"] as HEAP_PURGED,
         "Physical bytes released by heap purges, by heap: jemalloc (its dirty pages), muzzy (its \
          muzzy pages), libc (the heap of the C library).";
+    Detail Counter "lowtide_heap_spills_total" [] as HEAP_SPILLS,
+        "How often work that outgrew its claim began to spill to disk (LOWTIDE_SPILL_DIR).";
     Detail Histogram "lowtide_heap_purge_duration_seconds" ["heap"] as HEAP_PURGE_SECONDS,
         "Duration of a heap purge, by heap (jemalloc with its muzzy pages, libc).";
 

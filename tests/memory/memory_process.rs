@@ -276,6 +276,8 @@ fn each_variable_reaches_what_it_sets() {
         ("LOWTIDE_EXHAUSTION_POLICY", "exit:10m"),
         ("LOWTIDE_FLIGHT_RECORDER", "/nonexistent/recording"),
         ("LOWTIDE_HEAP_PROFILE_DIR", "/profiles"),
+        ("LOWTIDE_SPILL_DIR", env!("CARGO_TARGET_TMPDIR")),
+        ("LOWTIDE_SPILL_MAX", "200m"),
     ]);
     for part in [
         "started: LOWTIDE_PROFILE=low-memory (environment)",
@@ -309,13 +311,15 @@ fn each_variable_reaches_what_it_sets() {
         "EXHAUSTION_POLICY=exit:10m (environment)",
         "FLIGHT_RECORDER=/nonexistent/recording (environment)",
         "HEAP_PROFILE_DIR=/profiles (environment)",
+        concat!("SPILL_DIR=", env!("CARGO_TARGET_TMPDIR"), " (environment)"),
+        "SPILL_MAX=200MiB (environment)",
     ] {
         assert!(bare.contains(part), "{part:?} is missing in {bare}");
     }
     let (bare, _) = with_variables(&[("LOWTIDE_BACKGROUND_THREADS", "0")]);
     assert!(bare.contains("BACKGROUND_THREADS=0 (environment)"), "{bare}");
     assert!(bare.ends_with(" threads, on: false"), "{bare}");
-    assert_eq!(env::VARIABLES.len(), 26, "a variable was added that this test does not name");
+    assert_eq!(env::VARIABLES.len(), 28, "a variable was added that this test does not name");
 }
 
 #[test]

@@ -7,14 +7,14 @@ use std::future::Future;
 use std::hint::black_box;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::task::Poll;
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::{Request, Response, StatusCode};
 use http_body_util::Full;
-use lowtide::clock::{Clock, ManualClock};
+use lowtide::clock::{Clock, ManualClock, SystemClock};
 use lowtide::config::DeviceChoice;
 use lowtide::service::{MemoryLayer, RequestBody, RequestPermit};
 use lowtide::{ByteSize, Memory};
@@ -24,7 +24,7 @@ use tower::util::BoxCloneSyncService;
 use tower::{Layer, Service, service_fn};
 
 use crate::polled::{poll, wait_once};
-use crate::support::{Tree, advance_until};
+use crate::support::{Tree, advance_until, until};
 
 const MIB: usize = 1 << 20;
 const SMALL: ByteSize = ByteSize::kib(16);
@@ -297,7 +297,7 @@ fn a_declared_length_that_can_never_fit_taught_its_route_a_need() {
 
 #[test]
 fn frees_of_what_others_allocated_lend_no_room() {
-    let foreign = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let foreign = Arc::new(Mutex::new(Vec::new()));
     let own = Arc::clone(&foreign);
     let mut bed = Bed::new(handler(move |_| {
         let own = Arc::clone(&own);
@@ -364,7 +364,7 @@ fn failed_answers_end_no_slow_start() {
 
 #[test]
 fn work_on_other_threads_nested_work_and_panics_are_attributed_once() {
-    let kept: Arc<std::sync::Mutex<Vec<Vec<u8>>>> = Arc::default();
+    let kept: Arc<Mutex<Vec<Vec<u8>>>> = Arc::default();
     let keeps = Arc::clone(&kept);
     let step = Arc::new(AtomicUsize::new(0));
     let mut bed = Bed::new(handler(move |request| {
@@ -441,4 +441,42 @@ fn what_a_poll_has_allocated_is_held_before_the_poll_ends() {
     assert!(bed.set(running).is_ok(), "set once");
     assert_eq!(service.call("/", LARGE).err(), Some(StatusCode::OK));
     assert_eq!(service.reserved(), ByteSize::ZERO);
+}
+
+/// The bug: a poll that needed more than the limit ended the process. Others saw its growth as
+/// theirs, and waited.
+#[test]
+fn a_poll_that_outgrows_its_claim_goes_on_on_disk() {
+    let (clock, tree) = (Arc::new(SystemClock::new()), Tree::new(ByteSize::mib(256)));
+    tree.hold(170); // less than three eighths of it are left
+    let builder = Memory::builder().clock(clock.clone()).signals(tree.open());
+    let builder = builder.spill_dir(env!("CARGO_TARGET_TMPDIR")).spill_max(ByteSize::mib(512));
+    let memory = builder.device(DeviceChoice::None).start().expect("starts");
+    let admission = memory.admission().clone();
+    let seen = Arc::new(Mutex::new(None));
+    let answer = {
+        let (admission, seen) = (admission.clone(), Arc::clone(&seen));
+        move |_: Asked| {
+            let (admission, seen) = (admission.clone(), Arc::clone(&seen));
+            async move {
+                let permit = RequestPermit::current().expect("it is measured");
+                let blocks: Vec<_> = (0..100).map(|_| black_box(vec![1_u8; MIB])).collect();
+                permit.check().expect("it goes on");
+                assert!(blocks.iter().all(|block| block.iter().all(|byte| *byte == 1)));
+                let room = admission.try_admit(Cost::host(ByteSize::mib(1))).is_ok();
+                let now = (permit.memory().expect("measured"), permit.reserved(), room);
+                *seen.lock().expect("no panic") = Some(now);
+            }
+        }
+    };
+    let mut service = service(&admission, clock, handler(answer), true);
+    until("the pager runs", || {
+        let mut call = service("/warm", ByteSize::mib(2));
+        assert_eq!(poll(&mut call), Poll::Ready(StatusCode::OK));
+        lowtide_heap::spilled().1 > 0
+    });
+    let (held, reserved, has_room) = seen.lock().expect("no panic").expect("it ran");
+    assert!(held.spilled >= ByteSize::mib(80) && held.peak < ByteSize::mib(16), "{held:?}");
+    assert!(reserved < ByteSize::mib(16) && has_room, "{reserved}");
+    assert!(memory.shutdown_blocking(Duration::from_secs(10)).is_clean());
 }

@@ -193,7 +193,7 @@ fn every_setting_is_told_with_its_source() {
     assert_eq!(settings["LOWTIDE_CEILING"], ceiling, "{settings}");
     let device = serde_json::json!({ "value": "host", "source": "code" });
     assert_eq!(settings["LOWTIDE_DEVICE"], device, "{settings}");
-    assert_eq!(settings.as_object().map(|all| all.len()), Some(27));
+    assert_eq!(settings.as_object().map(|all| all.len()), Some(29));
     let heap = settings["heap"]["value"].as_str().expect("those of jemalloc");
     assert!(heap.starts_with("jemalloc ") && heap.contains(" narenas="), "{heap}");
 }

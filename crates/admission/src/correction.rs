@@ -80,6 +80,8 @@ pub(crate) struct Measured {
     pub(crate) physical: ByteSize,
     /// The part of `physical` that a purge can release.
     pub(crate) purgeable: ByteSize,
+    /// What running work has taken beyond its reservations. It says nothing of other requests.
+    pub(crate) outgrown: ByteSize,
     /// The most bytes that may be held in total; [`ByteSize::MAX`] if no limit is known.
     pub(crate) ceiling: ByteSize,
     /// The progress of requests since the last sample.
@@ -294,8 +296,9 @@ impl Correction {
     /// Updates the state with a sample and returns the bytes that may be reserved.
     pub(crate) fn update(&mut self, totals: LedgerTotals, measured: Measured) -> ByteSize {
         let required = measured.physical.saturating_sub(measured.purgeable);
-        self.learn_base(totals, required, measured);
-        self.learn_k(totals, required, measured);
+        let expected = required.saturating_sub(measured.outgrown);
+        self.learn_base(totals, expected, measured);
+        self.learn_k(totals, expected, measured);
         let factor = self.correction_factor;
         debug_assert!((K_MIN..=K_MAX).contains(&factor), "K is {factor}");
         let covered = self.base.saturating_add(totals.resource_reservations);
@@ -305,13 +308,13 @@ impl Correction {
             self.most = ByteSize::MAX;
             return ByteSize::MAX;
         }
-        let other_than = |requests: ByteSize| required.saturating_sub(requests).max(covered);
+        let beyond = |held: ByteSize, requests| held.saturating_sub(requests).max(covered);
         let requests = totals.held().scaled(self.correction_factor);
         let loaded = requests.saturating_add(self.base).saturating_add(totals.settled);
         let extra = required.saturating_sub(loaded);
         self.extra = if totals.is_loading() { self.extra.min(extra) } else { extra };
-        self.other = other_than(requests).max(covered.saturating_add(self.extra));
-        self.unowned = other_than(totals.held().scaled(K_MAX));
+        self.other = beyond(required, requests).max(covered.saturating_add(self.extra));
+        self.unowned = beyond(expected, totals.held().scaled(K_MAX));
         let room = measured.ceiling.saturating_sub(self.other);
         let beside = few(measured.ceiling).scaled(self.correction_factor);
         let lone = measured.ceiling.saturating_sub(self.unowned);
@@ -432,6 +435,29 @@ pub(super) mod tests {
         let _ = correction.update(small(300), sample(200, 0));
         let left = CEILING.saturating_sub(correction.other);
         assert_eq!(left, room.saturating_sub(ByteSize::mib(200)), "100 MiB of it were freed");
+    }
+
+    /// The bug: small requests waited while the poll of another one outgrew its claim, because each
+    /// was expected to need as many times its reservation.
+    #[test]
+    fn a_poll_that_outgrows_its_claim_says_nothing_of_other_requests() {
+        let totals = LedgerTotals { unheld: ByteSize::mib(20), ..requests(150) };
+        let room = |outgrown| {
+            let mut correction = Correction::starting_at(1.0);
+            let _ = correction.update(requests(0), sample(100, 0));
+            let outgrown = ByteSize::mib(outgrown);
+            let mut room = ByteSize::ZERO;
+            for _ in 0..100 {
+                room = correction.update(totals, Measured { outgrown, ..sample(530, 0) });
+            }
+            (room.saturating_sub(totals.requests), correction)
+        };
+        let (told, correction) = room(300);
+        assert!(correction.correction_factor < 1.1, "{}", correction.correction_factor);
+        assert!(told > ByteSize::mib(220), "{told}");
+        assert!(correction.unowned < ByteSize::mib(110), "{}", correction.unowned);
+        let (untold, correction) = room(0);
+        assert!(correction.correction_factor > 3.0 && untold < ByteSize::mib(100), "{untold}");
     }
 
     #[test]

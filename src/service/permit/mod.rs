@@ -375,6 +375,7 @@ impl RequestPermit {
             }
             if after > before {
                 self.0.owner().claim.fetch_max(after.get(), Ordering::Relaxed);
+                self.0.set_claim(self.0.owner().claim());
             }
             Ok(())
         })

@@ -222,7 +222,9 @@ impl RequestPermit {
                 live_in: None,
             }),
         };
-        Self(Arc::new(Account::new(admitted, Admitted::ended)))
+        let account = Account::new(admitted, Admitted::ended);
+        account.set_claim(account.owner().claim());
+        Self(Arc::new(account))
     }
 }
 
@@ -261,6 +263,14 @@ impl Admitted {
         }
         let Some(need) = held.holds.need.take() else { return };
         let RequestTerms { origin, is_measured, .. } = &self.terms;
+        if !memory.spilled.is_zero() {
+            let (method, route, claim) = (&origin.method, &origin.route, self.claim());
+            log!(
+                warn,
+                %method, %route, %claim, peak = %memory.peak, spilled = %memory.spilled,
+                "request spilled to disk"
+            );
+        }
         if *is_measured {
             let bytes = (memory.peak, self.claim());
             let succeeded = held.answer == Some(true);

@@ -84,6 +84,8 @@ pub struct Sample {
     /// What work in progress has taken of the reservations of its requests, which is reported when
     /// it ends.
     pub in_progress: ByteSize,
+    /// What work in progress has taken beyond the reservations of its requests.
+    pub outgrown: ByteSize,
     /// Bytes of live blocks on the heap.
     pub heap_live: ByteSize,
     /// Bytes of heap pages with live blocks.
@@ -227,7 +229,8 @@ impl BudgetAccount {
         }
         let turnover = self.turnover(&self.state().counts(), now);
         let ceiling = part_of(limit, share);
-        self.correct(Measured { physical: committed, purgeable: idle, ceiling, turnover });
+        let [physical, purgeable, outgrown] = [committed, idle, ByteSize::ZERO];
+        self.correct(Measured { physical, purgeable, outgrown, ceiling, turnover });
     }
 }
 
@@ -593,12 +596,12 @@ impl Maintenance {
         let share = self.settings.ceiling;
         let device_ceiling = part_of(device_limit, share);
         let mark = self.settings.thresholds.down[0];
-        for (account, physical, purgeable, limit, ceiling) in [
-            (&mut self.host, sample.physical, sample.purgeable, limit, ceiling),
-            (&mut self.device, committed, idle, device_limit, device_ceiling),
+        for (account, [physical, purgeable, outgrown], limit, ceiling) in [
+            (&mut self.host, [sample.physical, sample.purgeable, sample.outgrown], limit, ceiling),
+            (&mut self.device, [committed, idle, ByteSize::ZERO], device_limit, device_ceiling),
         ] {
             if !account.is_unused(physical, limit) {
-                account.correct(Measured { physical, purgeable, ceiling, turnover });
+                account.correct(Measured { physical, purgeable, outgrown, ceiling, turnover });
             }
             let nth = account.budget as usize;
             figures.levels[nth] = account.pressure.level;
