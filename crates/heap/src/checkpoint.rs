@@ -16,20 +16,18 @@
 //!
 //! Invariant: anonymous memory since the last sample has grown by at most what was counted, one
 //! step and one large block of each thread, and pages of older blocks that were touched since.
-#![expect(unsafe_code, reason = "jemalloc calls a function, and a file is read past its handle")]
+#![expect(unsafe_code, reason = "jemalloc calls a function")]
 
 use std::cell::Cell;
-use std::fs::File;
-use std::mem::ManuallyDrop;
-use std::os::fd::{FromRawFd as _, IntoRawFd as _};
-use std::os::unix::fs::FileExt as _;
+use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64};
-use std::sync::{Arc, LazyLock};
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, LazyLock, OnceLock};
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Clock as _, SystemClock};
+use lowtide_core::file::KeptFile;
 use lowtide_core::fork::Birth;
 use lowtide_core::kernel::{Statm, page_size};
 
@@ -62,8 +60,8 @@ static SHORT_AT: AtomicU64 = AtomicU64::new(u64::MAX);
 static ANONYMOUS_MAX: AtomicU64 = AtomicU64::new(u64::MAX);
 /// Checkpoints count.
 static IS_ON: AtomicBool = AtomicBool::new(false);
-/// The handle of `/proc/self/statm`, which stays open.
-static STATM: AtomicI32 = AtomicI32::new(-1);
+/// `/proc/self/statm`, which stays open.
+static STATM: OnceLock<KeptFile> = OnceLock::new();
 /// The process in which they count, the bell, and its clock.
 static WATCH: LazyLock<(Birth, Arc<Bell>, SystemClock)> =
     LazyLock::new(|| (Birth::now(), Bell::new(), SystemClock::new()));
@@ -82,10 +80,10 @@ thread_local! {
 pub fn watch_growth() -> Arc<Bell> {
     let (birth, bell, _) = &*WATCH;
     if account::is_measured() && birth.is_here() {
-        if STATM.load(Relaxed) < 0
-            && let Ok(file) = File::open("/proc/self/statm")
+        if STATM.get().is_none()
+            && let Ok(file) = KeptFile::open(Path::new("/proc/self/statm"))
         {
-            STATM.store(file.into_raw_fd(), Relaxed);
+            let _ = STATM.set(file);
         }
         // Without it, because four others are registered, only large blocks count.
         let event = ThreadEvent { call: after_step, step: STEP, is_alloc_only: true };
@@ -125,11 +123,8 @@ pub fn publish_sample(counted: u64, limit: ByteSize, physical: ByteSize, anonymo
 
 /// Returns the kernel's figures of the process; `None` if they cannot be read. Does not allocate.
 pub(super) fn statm() -> Option<Statm> {
-    let handle = Some(STATM.load(Relaxed)).filter(|handle| *handle >= 0)?;
-    // SAFETY: it stays open, and is not closed here.
-    let file = ManuallyDrop::new(unsafe { File::from_raw_fd(handle) });
     let mut text = [0; 128];
-    let length = file.read_at(&mut text, 0).ok()?;
+    let length = STATM.get()?.read_at(&mut text, 0).ok()?;
     Statm::parse(text.get(..length)?, page_size()?)
 }
 

@@ -50,6 +50,7 @@ mod platform {
     use std::{io, process};
 
     use lowtide_core::clock::{Bell, Clock, Moment};
+    use lowtide_core::file::OwnedFile;
     use lowtide_core::fork::{self, Birth};
     use lowtide_core::kernel::file_size_limit;
     use tikv_jemalloc_sys::extent_hooks_t;
@@ -83,7 +84,7 @@ mod platform {
 
     /// The mapped file.
     struct Region {
-        file: File,
+        file: OwnedFile,
         start: usize,
         size: usize,
         birth: Birth,
@@ -256,20 +257,21 @@ mod platform {
             }
             let mut options = OpenOptions::new();
             options.read(true).write(true).mode(0o600).custom_flags(libc::O_TMPFILE);
-            let file = options.open(dir).map_err(fails)?;
-            if let Some(kind) = kind_in_memory(&file) {
+            let owned = options.open(dir).and_then(OwnedFile::new).map_err(fails)?;
+            let file = owned.file();
+            if let Some(kind) = kind_in_memory(file) {
                 return Err(HostError::SpillInMemory { dir: dir_text(), kind });
             }
             let most = most.min(file_size_limit());
             let most = ByteSize::new(most.get() / PIECE as u64 * PIECE as u64);
-            let room = most.min(free_disk(&file));
+            let room = most.min(free_disk(file));
             if room < FREE_MIN {
                 return Err(lacks(room));
             }
             file.set_len(most.get()).map_err(fails)?;
             // Whether it can reserve blocks and release them.
             for mode in [0, PUNCH] {
-                fallocate(&file, mode, 0, PIECE).map_err(fails)?;
+                fallocate(file, mode, 0, PIECE).map_err(fails)?;
             }
             let size = most.as_usize().unwrap_or(usize::MAX);
             let access = libc::PROT_READ | libc::PROT_WRITE;
@@ -281,7 +283,8 @@ mod platform {
             }
             let mapped = AtomicU64::new(mapped_files());
             // Its pages are exposed to jemalloc by their addresses.
-            Ok(Self { file, start: start.expose_provenance(), size, birth: Birth::now(), mapped })
+            let (start, birth) = (start.expose_provenance(), Birth::now());
+            Ok(Self { file: owned, start, size, birth, mapped })
         }
 
         const fn contains(&self, at: usize) -> bool {
@@ -293,12 +296,17 @@ mod platform {
             mapped_files().saturating_sub(self.mapped.load(Relaxed))
         }
 
+        /// Returns `false` in a forked child, and once the application has closed the file.
+        fn is_usable(&self) -> bool {
+            self.birth.is_here() && self.file.is_own()
+        }
+
         /// Reserves blocks on disk for a part of the region, if there is room.
         fn reserve(&self, at: usize, size: usize) -> bool {
             let bytes = ByteSize::of(size);
-            if !self.birth.is_here()
-                || free_disk(&self.file) < bytes.saturating_add(MARGIN)
-                || fallocate(&self.file, 0, at - self.start, size).is_err()
+            if free_disk(self.file.file()) < bytes.saturating_add(MARGIN)
+                || !self.is_usable()
+                || fallocate(self.file.file(), 0, at - self.start, size).is_err()
             {
                 return false;
             }
@@ -308,8 +316,8 @@ mod platform {
 
         /// Releases the blocks of a part of the region.
         fn release(&self, at: usize, size: usize) -> bool {
-            let is_done =
-                self.birth.is_here() && fallocate(&self.file, PUNCH, at - self.start, size).is_ok();
+            let punch = || fallocate(self.file.file(), PUNCH, at - self.start, size);
+            let is_done = self.is_usable() && punch().is_ok();
             if is_done {
                 ON_DISK.fetch_sub(size as u64, Relaxed);
             }
@@ -325,8 +333,8 @@ mod platform {
             align: usize,
             must: bool,
         ) -> Option<(usize, bool)> {
-            let free = || free_disk(&self.file);
-            if !self.birth.is_here() || free() < ByteSize::of(size).saturating_add(MARGIN) {
+            let free = || free_disk(self.file.file());
+            if !self.is_usable() || free() < ByteSize::of(size).saturating_add(MARGIN) {
                 return None;
             }
             let from = |taken: usize| (self.start + taken).next_multiple_of(align);
@@ -343,10 +351,12 @@ mod platform {
         fn page_out(&self, piece: usize, top: usize) -> io::Result<()> {
             let (write, wait) = (libc::SYNC_FILE_RANGE_WRITE, libc::SYNC_FILE_RANGE_WAIT_BEFORE);
             let both = write | wait | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+            let handle = self.file.file().as_raw_fd();
             for (at, flags) in [((piece + 4 * PIECE) % top, write), (piece, both)] {
                 let (at, size) = (at.cast_signed() as i64, PIECE.cast_signed() as i64);
                 // SAFETY: it writes pages of the file.
-                if unsafe { libc::sync_file_range(self.file.as_raw_fd(), at, size, flags) } != 0 {
+                let written = unsafe { libc::sync_file_range(handle, at, size, flags) };
+                if written != 0 && self.file.is_own() {
                     return Err(io::Error::last_os_error());
                 }
             }
@@ -526,10 +536,13 @@ mod platform {
         let Some(region) = REGION.get().filter(|region| !region.birth.is_here()) else { return };
         let access = libc::PROT_READ | libc::PROT_WRITE;
         let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
-        let (at, file) = (ptr::with_exposed_provenance_mut(region.start), region.file.as_raw_fd());
-        // SAFETY: the same file at the same addresses: every block keeps its contents.
-        let mapped = unsafe { libc::mmap(at, region.size, access, flags, file, 0) };
-        if mapped == libc::MAP_FAILED {
+        let at = ptr::with_exposed_provenance_mut(region.start);
+        let map = |file: &File| {
+            // SAFETY: the same file at the same addresses: every block keeps its contents.
+            unsafe { libc::mmap(at, region.size, access, flags, file.as_raw_fd(), 0) }
+        };
+        let is_own = region.file.is_own() && map(region.file.file()) != libc::MAP_FAILED;
+        if !is_own && active_pages() > 0 {
             process::abort(); // it would write into the parent's memory
         }
         account::forget_spill();
