@@ -325,6 +325,8 @@ fn a_limit_that_falls_between_the_command_and_the_next_tick_ends_the_fit() {
     let service = Service::start();
     service.tree.hold(300);
     let id = service.fit(500);
+    // Begins once the fit is in force.
+    service.ask(&AdminCommand::Purge);
     service.tree.limit(ByteSize::mib(400));
     service.is_done(id, "the limit is now 400.0 MiB, set by the cgroup (memory.max)");
     service.tree.limit(ByteSize::mib(1000));
