@@ -24,6 +24,8 @@ use crate::engine::alloc::copy_to;
 use crate::engine::move_block::resolve;
 use crate::exec::{ArenaInner, BlockHandle, BlockPlace};
 use crate::state::{AllocRequest, ArenaState, Placement, RequestOrigin};
+#[cfg(doc)]
+use crate::types::error::DeviceError;
 use crate::types::{Contents, Region, Result};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::sync::atomic::Ordering;

@@ -24,6 +24,8 @@ use crate::engine::stores;
 use crate::exec::ArenaInner;
 use crate::state::ArenaState;
 use crate::types::Result;
+#[cfg(doc)]
+use crate::types::error::DeviceError;
 use lowtide_core::clock::Moment;
 use lowtide_core::decay::DecayTime;
 use lowtide_core::{ByteSize, log};
