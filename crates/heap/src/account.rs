@@ -251,7 +251,7 @@ impl Head {
     /// Adds the bytes of blocks that were allocated, after rounding, and of those that were freed,
     /// including blocks that other work allocated. `peak` is the most by which `allocated - freed`
     /// rose.
-    #[inline]
+    #[inline(always)]
     fn charge(&self, allocated: u64, freed: u64, peak: u64) {
         if allocated > 0 {
             self.allocated.fetch_add(allocated, Relaxed);
@@ -261,7 +261,7 @@ impl Head {
         self.change_live(allocated, freed, peak);
     }
 
-    #[inline]
+    #[inline(always)]
     fn change_live(&self, allocated: u64, freed: u64, peak: u64) {
         let mut live = self.live.load(Relaxed);
         loop {
@@ -588,7 +588,7 @@ fn settle(account: NonNull<Head>, now: Totals) {
 }
 
 /// Returns by how much the thread's net bytes rose at most between the two, above the first.
-#[inline]
+#[inline(always)]
 fn rise(since: Totals, now: Totals, allocated: u64) -> u64 {
     let Ok(peak) = ctl::THREAD_PEAK.read() else { return allocated };
     let above_reset = i64::try_from(peak).unwrap_or(i64::MAX);
