@@ -570,6 +570,8 @@ mod platform {
             let is_many = || region.in_memory() > WINDOW.load(Relaxed);
             let (top, now) = (TAKEN.load(Relaxed) / PIECE * PIECE, clock.now());
             let spills = SPILLING.load(Relaxed) > 0;
+            // Before the purge, which releases what was freed by then.
+            let is_empty = active_pages() == 0;
             // Once more around after the end of a spill.
             left = if spills { top / PIECE } else { left };
             let is_busy = spills || left > 0 && is_many();
@@ -587,7 +589,7 @@ mod platform {
                 piece = (piece + PIECE) % top;
                 left -= 1;
             }
-            let is_quiet = !is_busy && active_pages() == 0;
+            let is_quiet = !is_busy && is_empty;
             clock.wait_until(&BELL, if is_quiet { Moment::NEVER } else { clock.now() + rest });
         }
         IS_PAGED.store(false, Relaxed);
