@@ -417,7 +417,8 @@ impl<R: Body> ResponseBody<R> {
         permit: Option<RequestPermit>,
         reports: Option<Arc<LoadReports>>,
     ) -> Self {
-        let limited = permit.as_ref().filter(|_| !body.is_end_stream()).and_then(Limited::new);
+        let is_limited = |it: &&RequestPermit| it.limits().is_some() && !body.is_end_stream();
+        let limited = permit.as_ref().filter(is_limited).and_then(Limited::new);
         let (body, frames, is_stream) = (Scoped { inner: Some(body), permit }, 0, false);
         Self { kind: ResponseKind::Admitted { body, frames, is_stream, limited, reports } }
     }
@@ -503,8 +504,8 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
                     Some(body) => body.size_hint(),
                     None => SizeHint::with_exact(0),
                 };
-                let kept = limited.as_ref().map_or(0, |limits| limits.rest.len() as u64);
-                let mut hint = SizeHint::new();
+                let Some(limits) = limited else { return left };
+                let (kept, mut hint) = (limits.rest.len() as u64, SizeHint::new());
                 hint.set_lower(left.lower().saturating_add(kept));
                 left.upper().into_iter().for_each(|most| hint.set_upper(most.saturating_add(kept)));
                 hint

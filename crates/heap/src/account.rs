@@ -180,7 +180,7 @@ impl<T: 'static> Account<T> {
     /// Subtracts bytes that others hold from now on. The account does not fall below 0.
     pub fn release(&self, bytes: ByteSize) {
         self.head.settle_if_current();
-        self.head.charge(0, bytes.get(), 0);
+        self.head.charge(0, self.head.free_spilled(bytes.get()), 0);
     }
 }
 
@@ -217,26 +217,30 @@ impl Head {
         held.saturating_sub(self.claim.load(Relaxed))
     }
 
-    /// Adds what moved between the two while the thread spilled, of which `moved` bytes were freed
-    /// outside the spill arena for certain.
+    /// Adds what moved until now if the thread spills, or the account has bytes on disk.
     #[cold]
-    fn charge_spilled(&self, since: Totals, now: Totals, moved: u64) {
+    fn charge_disk(&self, now: Totals) {
+        let since = SINCE.get();
         let (allocated, freed) = now.since(since);
+        if !is_over(SPILLS) {
+            return self.charge(allocated, self.free_spilled(freed), rise(since, now, allocated));
+        }
+        // So many bytes were freed outside the spill arena for certain.
+        let moved = FREED_OUTSIDE.take().min(freed);
         let grown = now.net().wrapping_sub(since.net()).saturating_add_unsigned(moved);
         let before = self.spilled.fetch_add(grown.max(0).unsigned_abs(), Relaxed);
         let high = before.saturating_add(rise(since, now, allocated));
         self.spilled_peak.fetch_max(high, Relaxed);
         self.allocated.fetch_add(allocated, Relaxed);
-        self.change_live(0, moved.min(freed), 0);
-        // More was freed than allocated: blocks of before.
-        self.charge(0, grown.min(0).unsigned_abs(), 0);
+        // If more was freed than allocated, blocks of before were freed too.
+        let freed = self.free_spilled(grown.min(0).unsigned_abs());
+        self.charge(0, moved + freed, 0);
     }
 
     /// Subtracts freed bytes from those on disk, and returns the rest: which of them were on disk is
     /// not known.
-    #[cold]
     fn free_spilled(&self, freed: u64) -> u64 {
-        let less = |spilled: u64| Some(spilled.saturating_sub(freed));
+        let less = |spilled: u64| (spilled > 0).then(|| spilled.saturating_sub(freed));
         let (Ok(before) | Err(before)) = self.spilled.fetch_update(Relaxed, Relaxed, less);
         freed.saturating_sub(before)
     }
@@ -256,13 +260,6 @@ impl Head {
         if allocated > 0 {
             self.allocated.fetch_add(allocated, Relaxed);
         }
-        let spilled = freed > 0 && self.spilled.load(Relaxed) > 0;
-        let freed = if spilled { self.free_spilled(freed) } else { freed };
-        self.change_live(allocated, freed, peak);
-    }
-
-    #[inline(always)]
-    fn change_live(&self, allocated: u64, freed: u64, peak: u64) {
         let mut live = self.live.load(Relaxed);
         loop {
             let after = live.saturating_add(allocated).saturating_sub(freed);
@@ -574,13 +571,14 @@ fn switch(now: Totals, to: Option<NonNull<Head>>) {
 
 #[inline(never)]
 fn settle(account: NonNull<Head>, now: Totals) {
-    let since = SINCE.get();
-    let (allocated, freed) = now.since(since);
     // SAFETY: it outlives the call of `run_for` that set it, which has not returned.
     let account = unsafe { account.as_ref() };
-    if is_over(SPILLS) {
-        account.charge_spilled(since, now, FREED_OUTSIDE.take());
-    } else if allocated < PEAK_MIN {
+    if is_over(SPILLS) || account.spilled.load(Relaxed) > 0 {
+        return account.charge_disk(now);
+    }
+    let since = SINCE.get();
+    let (allocated, freed) = now.since(since);
+    if allocated < PEAK_MIN {
         account.charge(allocated, freed, allocated);
     } else {
         account.charge_much(since, now);

@@ -120,9 +120,9 @@ impl RequestPermit {
             return work();
         }
         let admitted = self.0.owner();
-        let trial = if admitted.progress.has(TRIAL) { self.begin_trial() } else { None };
+        let _trial = if admitted.progress.has(TRIAL) { self.begin_trial() } else { None };
         turn.into_iter().for_each(Turn::begins_work);
-        let _guard = WorkGuard { permit: self, turn, trial };
+        let _guard = WorkGuard { permit: self, turn };
         let covered = ByteSize::new(admitted.covered.load(Ordering::Relaxed));
         if covered < LARGE_MIN || !admitted.terms.reports {
             return self.0.run(work);
@@ -132,10 +132,10 @@ impl RequestPermit {
     }
 
     #[cold]
-    fn begin_trial(&self) -> Option<(Arc<SlowStartPermit>, ByteSize)> {
+    fn begin_trial(&self) -> Option<TrialGuard<'_>> {
         let slot = self.held().holds.slot.clone()?;
         slot.begins_work();
-        Some((slot, self.0.memory().live))
+        Some(TrialGuard { permit: self, slot, before: self.0.memory().live })
     }
 
     /// Adds memory to this request that others allocated, for example the result of another task.
@@ -437,13 +437,29 @@ impl Drop for WaitForCancel<'_> {
     }
 }
 
+/// Work of a large request whose need is not known, also if it panicked: meanwhile, time lets no
+/// further requests in.
+struct TrialGuard<'a> {
+    permit: &'a RequestPermit,
+    /// The request may be suspended meanwhile.
+    slot: Arc<SlowStartPermit>,
+    before: ByteSize,
+}
+
+impl Drop for TrialGuard<'_> {
+    #[cold]
+    fn drop(&mut self) {
+        let (live, admitted) = (self.permit.0.memory().live, self.permit.0.owner());
+        // Growth within the claim takes no room from other requests.
+        let more = live.saturating_sub(self.before.max(admitted.claim()));
+        self.slot.ends_work(more >= REPORTED_MIN);
+    }
+}
+
 /// Reserves what work left allocated, also if it panicked.
 struct WorkGuard<'a> {
     permit: &'a RequestPermit,
     turn: Option<&'a Turn>,
-    /// Of a large request whose need is not known, with what it held before: while it works, time
-    /// lets no further requests in. It may be suspended meanwhile.
-    trial: Option<(Arc<SlowStartPermit>, ByteSize)>,
 }
 
 impl Drop for WorkGuard<'_> {
@@ -451,12 +467,6 @@ impl Drop for WorkGuard<'_> {
     fn drop(&mut self) {
         self.turn.into_iter().for_each(Turn::ends_work);
         self.permit.cover();
-        if let Some((slot, before)) = &self.trial {
-            let (live, admitted) = (self.permit.0.memory().live, self.permit.0.owner());
-            // Growth within the claim takes no room from other requests.
-            let more = live.saturating_sub(admitted.claim().max(*before));
-            slot.ends_work(more >= REPORTED_MIN);
-        }
     }
 }
 

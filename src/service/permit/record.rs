@@ -222,9 +222,9 @@ impl RequestPermit {
                 live_in: None,
             }),
         };
-        let account = Account::new(admitted, Admitted::ended);
+        let account = Arc::new(Account::new(admitted, Admitted::ended));
         account.set_claim(account.owner().claim());
-        Self(Arc::new(account))
+        Self(account)
     }
 }
 
