@@ -380,19 +380,20 @@ settings! {
         "LOWTIDE_HEAP_PROFILE_DIR": "absolute path of a folder for heap profiles, written as \
         memory grows if the heap profiler is active, or off",
         PATH;
-    /// Lets a request that holds far more than its claim while memory is short go on in a file in
-    /// this folder, until the end of its poll. Without it, a poll that needs more than the limit
-    /// ends the process. The path must be absolute, and on a disk. Default: nothing is spilled.
+    /// Sets the folder to which requests spill: while memory is short, one that holds far more than
+    /// its claim goes on in a file there until the end of its poll. Without a folder, a poll that
+    /// needs more than the limit ends the process. The path must be absolute, and on a disk.
+    /// Default: nothing is spilled.
     ///
-    /// The file is readable for the process alone, has no name, and takes space only while it is
-    /// used. 64 MiB of the disk stay free. It needs `Heap` as the global allocator. A disk that
-    /// fails to write ends the process. A forked child that does not call `exec` must not use what
-    /// was spilled before the fork.
+    /// The file is readable by the process alone, has no name, and takes space only while it is
+    /// used. 64 MiB of the disk stay free. Needs `Heap` as the global allocator. A failed write to
+    /// the disk ends the process. A forked child that does not call `exec` must not use what was
+    /// spilled before the fork.
     spill_dir as spill_dir(impl Into<PathBuf>): Option<PathBuf> = fixed(None),
         "LOWTIDE_SPILL_DIR": "absolute path of a folder on a disk to which requests spill that \
         outgrow their claims while memory is short, or off",
         PATH;
-    /// Sets the most that requests spill together. Default: 4 GiB.
+    /// Sets the maximum size of the file to which requests spill. Default: 4 GiB.
     // An estimate: four times the memory of most containers that need it.
     spill_max as spill_max: ByteSize = fixed(ByteSize::gib(4)),
         "LOWTIDE_SPILL_MAX": "the most that requests spill to disk together, e.g. 4g",

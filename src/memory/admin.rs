@@ -82,8 +82,8 @@ pub enum AdminCommand {
 }
 
 impl AdminCommand {
-    /// The names of all commands. In a build without the feature `device`, those on an arena find
-    /// none.
+    /// The names of all commands. Without the feature `device`, `trim`, `sleep` and `wake` find no
+    /// arena.
     pub const NAMES: [&str; 7] = ["purge", "trim", "sleep", "wake", "unload", "fit", "admission"];
 
     /// The usual time for a fit: 30 s, an estimate of the longest time of most requests.

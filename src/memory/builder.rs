@@ -184,8 +184,9 @@ impl Builder {
     ///
     /// # Errors
     /// [`StartError`] if a variable is unknown or invalid, a `Memory` is already running, settings
-    /// are invalid, the memory limit is below the memory in use, `cuda` is configured without a
-    /// usable device, or a thread cannot be started.
+    /// are invalid, the memory limit is below the memory in use, nothing can be spilled to the
+    /// configured folder, `cuda` is configured without a usable device, or a thread cannot be
+    /// started.
     pub fn start(self) -> Result<Memory, StartError> {
         let environment = if self.ignores_environment { Settings::default() } else { env::read()? };
         let config = Config::resolve(&self.code, &environment)?;
@@ -542,7 +543,7 @@ fn running(shared: &Shared) -> RunningMemory {
         stop: Arc::default(),
         bell: if is_attached { heap::watch_growth() } else { Bell::new() },
         other_bells,
-        started: Mutex::new(Vec::with_capacity(THREADS + 2)),
+        started: Mutex::new(Vec::with_capacity(THREADS + 3)),
         claim: Arc::clone(&shared.claim),
         admission: shared.admission.clone(),
         events: Arc::clone(&shared.events),

@@ -69,7 +69,7 @@ pub enum StartError {
         /// The maximum.
         max: usize,
     },
-    /// [`Builder::spill_dir`](super::Builder::spill_dir) is set, and nothing can be spilled to it.
+    /// [`Builder::spill_dir`](super::Builder::spill_dir) is set, but its folder cannot be used.
     #[error(transparent)]
     Spill(HostError),
     /// The Prometheus recorder could not be installed.

@@ -118,7 +118,7 @@ impl OwnArena {
 #[derive(Debug, Default)]
 pub(super) struct Loads {
     begun: AtomicU64,
-    /// Has a handle for each that runs.
+    /// Each load that runs has a handle.
     running: Arc<()>,
 }
 
@@ -155,7 +155,7 @@ impl Before {
 /// Returns the loads that have begun and those that run, and the requests admitted and finished.
 fn counts(shared: &Shared) -> [u64; 4] {
     let begun = shared.loads.begun.load(Ordering::SeqCst);
-    // After that: a load runs before it has begun.
+    // After `begun`: a load takes its handle before it is counted.
     let running = Arc::strong_count(&shared.loads.running) as u64 - 1;
     let stats = shared.admission.stats();
     [begun, running, stats.admitted_total, stats.finished_total]

@@ -25,7 +25,7 @@ use super::flight::{Flight, RunEnd};
 pub(super) struct RunningMemory {
     pub(super) stop: Arc<AtomicBool>,
     pub(super) bell: Arc<Bell>,
-    /// Those of the flight recorder and of the profiler.
+    /// Those of the flight recorder, the profiler and the pager.
     pub(super) other_bells: Vec<Arc<Bell>>,
     pub(super) started: Mutex<Vec<Started>>,
     pub(super) claim: Arc<ProcessClaim>,

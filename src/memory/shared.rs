@@ -55,7 +55,7 @@ pub(super) struct Shared {
     pub(super) heap: Option<HeapProbe>,
     pub(super) signals: Arc<Signals>,
     pub(super) bound_arenas: Option<u32>,
-    /// The most background threads of jemalloc.
+    /// The maximum number of jemalloc's background threads.
     pub(super) background_threads: u32,
     pub(super) diagnostics: Mutex<Vec<Diagnostic>>,
     pub(super) purges: Purges,

@@ -183,9 +183,10 @@ pub struct HistorySample {
     pub heap_live: ByteSize,
     /// The bytes that the heap retains.
     pub heap_retained: ByteSize,
-    /// The live bytes of all device arenas that have memory, without sleeping ones.
+    /// The live bytes of all device arenas that have memory, without sleeping ones; zero without the
+    /// feature `device`.
     pub device_live: ByteSize,
-    /// The bytes that these arenas retain.
+    /// The bytes that these arenas retain; zero without the feature `device`.
     pub device_retained: ByteSize,
 }
 

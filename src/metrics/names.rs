@@ -91,7 +91,7 @@ macro_rules! rows {
         "Physical bytes released by heap purges, by heap: jemalloc (its dirty pages), muzzy (its \
          muzzy pages), libc (the heap of the C library).";
     Detail Counter "lowtide_heap_spills_total" [] as HEAP_SPILLS,
-        "How often work that outgrew its claim began to spill to disk (LOWTIDE_SPILL_DIR).";
+        "Times that work outgrew its claim and began to spill to disk (LOWTIDE_SPILL_DIR).";
     Detail Histogram "lowtide_heap_purge_duration_seconds" ["heap"] as HEAP_PURGE_SECONDS,
         "Duration of a heap purge, by heap (jemalloc with its muzzy pages, libc).";
 

@@ -657,7 +657,7 @@ impl MemoryLayer {
         }
     }
 
-    /// Counts and logs a rejection: its body is read, and then it is answered.
+    /// Rejects a request, and counts and logs that. Its body is read, and then it is answered.
     fn turn_away<S, F, Q: Body>(
         &self,
         head: &Parts,

@@ -54,7 +54,7 @@ pub(super) struct TimeLimits {
 }
 
 /// The parts of a response that are not sent, each of which has a handle. If the response was cut,
-/// they have the connection closed whose client takes nothing of them.
+/// they mark its connection as overdue: it is closed if its client takes nothing of them.
 pub(super) type UnsentParts = Mutex<Option<Arc<()>>>;
 
 impl TimeLimits {

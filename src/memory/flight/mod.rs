@@ -7,10 +7,9 @@
 //! The worker hands over its figures when it publishes metrics ([`Flight::publish`]). The thread
 //! `lowtide-flight` takes them, reads the kernel's signals itself, and writes the file. So neither
 //! the control loop nor the worker waits for a file, and a worker that is busy does not stop the
-//! recording. It looks at physical memory every
-//! [`LOOK_EVERY`], because a process may fill its limit within a second, and writes what it saw if
-//! memory moved by a [`MOVED_PART`]th of the limit, and every [`SAMPLE_EVERY`], from when it keeps
-//! a sample.
+//! recording. It looks at physical memory every [`LOOK_EVERY`], because a process may fill its limit
+//! within a second, and writes what it saw if memory moved by a [`MOVED_PART`]th of the limit, and
+//! every [`SAMPLE_EVERY`], from when it keeps a sample.
 //!
 //! Invariants: a recorder that cannot be started is a diagnostic, never an error of the start; the
 //! control loop never waits for it; once it has started, it allocates nothing but names of tenants,
@@ -63,7 +62,7 @@ const MOVED_PART: u64 = 64;
 pub(super) struct Flight {
     /// The last run, if it was recorded.
     pub(super) last_exit: Option<LastExit>,
-    /// What the worker published last.
+    /// The last publication of the worker; `None` before the first.
     published: Mutex<Option<Arc<MemorySnapshot>>>,
     /// The end of the run, as a [`RunEnd`].
     end: AtomicU8,
@@ -118,7 +117,7 @@ impl Flight {
         let _ = self.end.compare_exchange(running, end, Ordering::AcqRel, Ordering::Acquire);
     }
 
-    /// Takes over a publication. Called by the worker.
+    /// Replaces the last publication. Called by the worker.
     pub(super) fn publish(&self, new: &Arc<MemorySnapshot>) {
         let _before = lock(&self.published).replace(Arc::clone(new)); // dropped without the lock
     }

@@ -1,4 +1,4 @@
-//! A server of axum on the connections of a [`ConnectionListener`].
+//! `axum::serve` on the connections of a [`ConnectionListener`].
 
 use std::convert::Infallible;
 use std::future::{Ready, ready};

@@ -175,8 +175,8 @@ pub(super) struct ConnectionState {
     is_blocked: AtomicBool,
     /// It carries several requests at once.
     is_shared: AtomicBool,
-    /// Has a handle for each request whose time limit has passed, and of whose response a part is
-    /// not sent.
+    /// Each request whose time limit has passed, and of whose response a part is not sent, has a
+    /// handle.
     pub(super) overdue: Arc<()>,
     /// A part of the last request's body was not read.
     has_unread: AtomicBool,
