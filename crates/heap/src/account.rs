@@ -72,7 +72,7 @@ pub(super) struct Head {
     live: AtomicU64,
     peak: AtomicU64,
     allocated: AtomicU64,
-    /// The most that it is to hold; [`u64::MAX`] if nothing is known.
+    /// The bytes that it is expected to hold at most; [`u64::MAX`] without a claim.
     claim: AtomicU64,
     /// The bytes on disk, and the most at once.
     spilled: AtomicU64,
@@ -160,8 +160,9 @@ impl<T: 'static> Account<T> {
         AccountMemory { live, peak, allocated, spilled }
     }
 
-    /// Sets the most that the account is to hold. While memory is short, work that holds far more
-    /// spills ([`spill_into`](super::spill_into)). Without a claim it does not.
+    /// Sets the bytes that the account is expected to hold at most. Work that holds 4 MiB more counts
+    /// in [`in_progress`] and, while memory is short, spills ([`spill_into`](super::spill_into)).
+    /// Without a claim it does neither. Costs one atomic store.
     pub fn set_claim(&self, claim: ByteSize) {
         self.head.claim.store(claim.get(), Relaxed);
     }
@@ -296,7 +297,8 @@ struct Progress {
     most: AtomicU64,
     /// The thread's net bytes from which it is counted.
     since: AtomicI64,
-    /// What it has taken if it spills, so that it takes no more; otherwise [`GROWS`].
+    /// What it had taken when it began to spill, less what was moved to disk since; [`GROWS`] if it
+    /// does not spill.
     fixed: AtomicI64,
     /// It outgrows its claim: what it takes beyond `most` counts.
     outgrows: AtomicBool,
@@ -384,7 +386,8 @@ pub(super) fn is_over(states: u8) -> bool {
     OVER.get() & states != 0
 }
 
-/// Looks at the account for which the thread runs, with the thread's totals.
+/// Passes the account for which the thread runs, and the thread's totals, to `look`; `None` without
+/// such an account.
 pub(super) fn at_work<R>(look: impl FnOnce(&Head, Totals) -> R) -> Option<R> {
     let (account, counters) = (ACCOUNT.get()?, Counters::here()?);
     // SAFETY: it outlives the call of `run_for` that set it, which has not returned.
@@ -459,9 +462,10 @@ impl Drop for ProgressGuard {
     }
 }
 
-/// Returns what the work that runs now has taken so far of its amounts ([`Account::run_within`]), and
-/// what work that outgrows its claim ([`Account::set_claim`]) has taken beyond, without what is on
-/// disk. Takes some 10 ns for each thread that ever did such work, and allocates nothing.
+/// Returns the bytes that the work in progress has taken so far of its amounts
+/// ([`Account::run_within`]), and those that it has taken beyond its claims
+/// ([`Account::set_claim`]), both without what is on disk. Takes some 10 ns for each thread that ever
+/// did such work, and allocates nothing.
 #[must_use]
 pub fn in_progress() -> [ByteSize; 2] {
     let add = |sum: [u64; 2], more: [u64; 2]| [sum[0] + more[0], sum[1] + more[1]];
@@ -544,7 +548,7 @@ thread_local! {
     static ACCOUNT: Cell<Option<NonNull<Head>>> = const { Cell::new(None) };
     /// The start of the bytes that are not charged yet.
     static SINCE: Cell<Totals> = const { Cell::new(Totals::ZERO) };
-    /// What the thread's work has come to: [`OUTGROWS`], [`SPILLS`].
+    /// The states of the thread's work: [`OUTGROWS`], [`SPILLS`].
     static OVER: Cell<u8> = const { Cell::new(0) };
     /// The bytes that the thread has moved to disk since it was charged last.
     static FREED_OUTSIDE: Cell<u64> = const { Cell::new(0) };

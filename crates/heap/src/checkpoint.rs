@@ -58,7 +58,7 @@ static SAMPLE_AT: AtomicU64 = AtomicU64::new(u64::MAX);
 static SHORT_AT: AtomicU64 = AtomicU64::new(u64::MAX);
 /// The most anonymous memory of the process before memory is short.
 static ANONYMOUS_MAX: AtomicU64 = AtomicU64::new(u64::MAX);
-/// Checkpoints count.
+/// `true` while checkpoints count.
 static IS_ON: AtomicBool = AtomicBool::new(false);
 /// `/proc/self/statm`, which stays open.
 static STATM: OnceLock<KeptFile> = OnceLock::new();
@@ -71,7 +71,7 @@ static RINGS_AT: AtomicU64 = AtomicU64::new(0);
 thread_local! {
     /// The thread's net bytes that are counted.
     static SEEN: Cell<i64> = const { Cell::new(0) };
-    /// A checkpoint is being passed.
+    /// `true` while the thread passes a checkpoint.
     static IS_PASSING: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -94,7 +94,7 @@ pub fn watch_growth() -> Arc<Bell> {
     Arc::clone(bell)
 }
 
-/// Ends them: no sample follows.
+/// Ends the checkpoints of this process: no sample follows.
 pub fn unwatch_growth() {
     IS_ON.store(false, Relaxed);
     for at in [&SAMPLE_AT, &SHORT_AT, &ANONYMOUS_MAX] {
@@ -108,8 +108,9 @@ pub fn counted_growth() -> u64 {
     COUNTED.load(Relaxed)
 }
 
-/// Publishes a sample that was begun at this count: the limit, [`ByteSize::MAX`] if there is none,
-/// the physical memory that counts against it, and the process's anonymous memory.
+/// Publishes a sample that was begun when [`counted_growth`] was `counted`: the limit,
+/// [`ByteSize::MAX`] if there is none, the physical memory that counts against it, and the process's
+/// anonymous memory.
 pub fn publish_sample(counted: u64, limit: ByteSize, physical: ByteSize, anonymous: ByteSize) {
     let left = limit.saturating_sub(physical).get();
     let due = counted.saturating_add((left / SAMPLE_PART).max(SAMPLE_MIN));

@@ -49,7 +49,8 @@ pub(crate) struct FileName;
 #[cfg(feature = "profiling")]
 pub(crate) type BacktraceHook = unsafe extern "C" fn(*mut *mut c_void, *mut c_uint, c_uint);
 
-/// What jemalloc calls on a thread after each so many bytes (`user_hook_object_t` of jemalloc 5.3.1).
+/// A function that jemalloc calls on a thread each time it has allocated `step` bytes more
+/// (`user_hook_object_t` of jemalloc 5.3.1).
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct ThreadEvent {

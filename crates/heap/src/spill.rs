@@ -11,8 +11,9 @@
 //! the kernel's reclaim and releases unused pages, because both wait for the disk. jemalloc's own
 //! threads never purge the arena.
 //!
-//! A forked child sees what was spilled as it is in the parent, until either writes; what it writes
-//! stays its own. Nothing is written to the file for it.
+//! A forked child maps the file privately: what it writes stays its own, but pages that it has not
+//! written show what the parent writes there, and zeros once the parent has released them. It must
+//! not use what was spilled before the fork.
 //!
 //! Invariants: `pages in use <= blocks on disk + anonymous ones`; a thread is bound to the arena
 //! only within work; only the pager waits for a hole to be punched.
@@ -70,9 +71,9 @@ mod platform {
     const FREE_MIN: ByteSize = ByteSize::mib(128);
     /// The growth of the arena that is reserved at once. Larger blocks reserve what they take.
     const GROWTH_MAX: usize = 8 << 20;
-    /// What the pager writes and drops at once.
+    /// The bytes that the pager writes and drops in one step.
     const PIECE: usize = 4 << 20;
-    /// The most pieces between two looks.
+    /// The most pieces that the pager writes between two looks.
     const PIECES: usize = 16;
     /// The time between two looks of the pager while work spills, and the longest while blocks stay.
     const REST: Duration = Duration::from_millis(2);
@@ -92,7 +93,7 @@ mod platform {
         mapped: AtomicU64,
     }
 
-    /// Set once: what lies in it may outlive whoever set it up.
+    /// Set once: blocks in it may outlive the caller that set it up.
     static REGION: OnceLock<Region> = OnceLock::new();
     /// The index of the arena, or [`NONE`].
     static ARENA: AtomicU32 = AtomicU32::new(NONE);
@@ -109,7 +110,7 @@ mod platform {
     static WINDOW: AtomicU64 = AtomicU64::new(WINDOW_MAX.get());
     /// The pieces that the pager has written and dropped.
     static PAGED: AtomicU64 = AtomicU64::new(0);
-    /// A pager runs.
+    /// `true` while a pager runs.
     static IS_PAGED: AtomicBool = AtomicBool::new(false);
     static BELL: LazyLock<Arc<Bell>> = LazyLock::new(Bell::new);
 
@@ -120,8 +121,8 @@ mod platform {
 
     /// Lets work that outgrows its claim ([`Account::set_claim`](crate::Account::set_claim)) while
     /// memory is short allocate in a file in this folder, up to `most` bytes, if a pager runs
-    /// ([`run_pager`]). The file has no name, and its space is released with the process at the
-    /// latest. Only the first call of a process creates one; later ones keep it.
+    /// ([`run_pager`]). The file has no name, and its space is released at the end of the process at
+    /// the latest. Only the first call in a process creates a file; later calls keep it.
     ///
     /// # Errors
     /// [`HostError::SpillInMemory`], [`HostError::SpillRoom`] or [`HostError::SpillFile`] if the
@@ -180,7 +181,8 @@ mod platform {
         })
     }
 
-    /// Returns the bytes of a limit that are left when work begins to spill; `None` if none does.
+    /// Returns the bytes of a limit that are left when work begins to spill, and sets the window of
+    /// the pager; `None` if no work spills.
     pub(crate) fn reserve(limit: ByteSize) -> Option<u64> {
         arena().filter(|_| limit != ByteSize::MAX)?;
         WINDOW.store(limit.scaled(WINDOW_PART).min(WINDOW_MAX).get(), Relaxed);
@@ -269,7 +271,7 @@ mod platform {
                 return Err(lacks(room));
             }
             file.set_len(most.get()).map_err(fails)?;
-            // Whether it can reserve blocks and release them.
+            // Fails if the file system cannot reserve blocks and release them.
             for mode in [0, PUNCH] {
                 fallocate(file, mode, 0, PIECE).map_err(fails)?;
             }
@@ -531,14 +533,15 @@ mod platform {
 
     extern "C" fn before_fork() {}
 
-    /// Makes the child's view of the file its own, and ends a spill of its thread.
+    /// Maps the file privately in the child, and ends the spill of its thread.
     extern "C" fn after_fork() {
         let Some(region) = REGION.get().filter(|region| !region.birth.is_here()) else { return };
         let access = libc::PROT_READ | libc::PROT_WRITE;
         let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
         let at = ptr::with_exposed_provenance_mut(region.start);
         let map = |file: &File| {
-            // SAFETY: the same file at the same addresses: every block keeps its contents.
+            // SAFETY: the same file at the same addresses: a block has the contents that it has in
+            // the parent.
             unsafe { libc::mmap(at, region.size, access, flags, file.as_raw_fd(), 0) }
         };
         let is_own = region.file.is_own() && map(region.file.file()) != libc::MAP_FAILED;
@@ -548,7 +551,7 @@ mod platform {
         account::forget_spill();
     }
 
-    /// Returns the bell that has [`run_pager`] look whether it is to stop.
+    /// Returns the bell that makes [`run_pager`] check if it is to stop.
     #[must_use]
     pub fn pager_bell() -> Arc<Bell> {
         Arc::clone(&BELL)
@@ -559,8 +562,8 @@ mod platform {
     /// there is none. Work spills only while it runs.
     ///
     /// # Errors
-    /// The error with which the disk failed to write: what was written last may be lost, and a block
-    /// would read as something else. The caller ends the process.
+    /// The error of a failed write to the disk. What was written last may be lost, so that a block
+    /// may have other contents: the caller must end the process.
     pub fn run_pager(stop: &AtomicBool, clock: &dyn Clock) -> io::Result<()> {
         let Some(region) = REGION.get() else { return Ok(()) };
         IS_PAGED.store(true, Relaxed);
