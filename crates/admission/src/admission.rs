@@ -245,6 +245,7 @@ impl Admission {
 //
 // Invariant: a watch whose last level is not the current one is woken, or finds that when it is
 // polled. No waker is called, cloned or dropped with the lock held.
+
 /// The number of the next watch.
 static NEXT: AtomicU64 = AtomicU64::new(0);
 

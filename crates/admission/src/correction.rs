@@ -80,7 +80,8 @@ pub(crate) struct Measured {
     pub(crate) physical: ByteSize,
     /// The part of `physical` that a purge can release.
     pub(crate) purgeable: ByteSize,
-    /// What running work has taken beyond its reservations. It says nothing of other requests.
+    /// What running work has taken beyond its reservations, which is no evidence about other
+    /// requests.
     pub(crate) outgrown: ByteSize,
     /// The most bytes that may be held in total; [`ByteSize::MAX`] if no limit is known.
     pub(crate) ceiling: ByteSize,

@@ -95,7 +95,7 @@ impl fmt::Display for Requester {
     }
 }
 
-/// The room that is made.
+/// The room that a requester needs.
 #[derive(Clone)]
 pub(super) struct NeededRoom {
     admission: &'static AdmissionState,

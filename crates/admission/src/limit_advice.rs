@@ -1,6 +1,6 @@
 //! Advice on a smaller limit: what it would have done to the recorded traffic.
 //!
-//! The control loop adds a sample each 50 ms ([`LimitRecord::add`]), and operators read the sums of
+//! The control loop adds a sample every 50 ms ([`LimitRecord::add`]), and operators read the sums of
 //! the last 24 hours and the current one ([`LimitAdvice`]). Each hour has two histograms: the
 //! time by required memory, and the requests that each ceiling up to the limit would have
 //! rejected. For the latter a ledger is kept for each ceiling ([`Shadow`]), to which the rule of
@@ -9,8 +9,8 @@
 //! real ledger.
 //!
 //! Counters and the real ledger are read only at samples, which costs the requests nothing. Within
-//! an interval, arrivals and releases are taken to alternate. If nothing was reserved at either end of
-//! it, all its requests are taken to have run together.
+//! an interval, arrivals and releases are taken to alternate. If nothing was reserved at either end
+//! of it, all its requests are taken to have run together.
 //!
 //! It ignores that requests would have waited, that idle resources would have been evicted, and
 //! that ceilings rise with evidence, so it overestimates rejections. It also ignores retries of
@@ -43,6 +43,7 @@ const LASTS: Duration = Duration::from_secs(1);
 /// The size of the smallest buckets, as a power of two: 64 KiB. From 1 MiB on there are sixteen for
 /// each power of two.
 const UNIT_POWER: u32 = 16;
+/// The number of buckets for each power of two.
 const PARTS: u64 = 16;
 /// The number of buckets. The last one has everything from 1 TiB.
 const BUCKETS: usize = 16 * (40 - 3 - UNIT_POWER as usize) + 1;
@@ -77,7 +78,7 @@ const fn most_of(bucket: usize) -> ByteSize {
     least_of(bucket + 1).saturating_sub(ByteSize::new(1))
 }
 
-/// The state of the host's budget at a tick.
+/// The state of the host's budget at one instant.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LimitSample {
     pub(super) now: Moment,
@@ -100,7 +101,7 @@ pub(super) struct LimitSample {
     pub(super) rejected_by_level: u64,
 }
 
-/// The requests of one class that were admitted between two ticks: their number, and the bytes of
+/// The requests of one class that were admitted between two samples: their number, and the bytes of
 /// each.
 type Arrivals = (u64, f64);
 

@@ -1,8 +1,8 @@
 //! The reclaim steps: who releases memory under pressure, in which order, and how often.
 //!
-//! Deciding ([`due`]) and doing ([`ReclaimStep::run`]) are separate. The control
-//! loop decides and never waits; the worker runs the steps. Of a step only its place in the order,
-//! the budget that it relieves, and the level from which it runs are known.
+//! Deciding ([`due`]) and doing ([`ReclaimStep::run`]) are separate. The control loop decides and
+//! never waits; the worker runs the steps. Of a step only its place in the order, the budget that it
+//! relieves, and the level from which it runs are known.
 //!
 //! Invariant: `start - end of the previous run >= pause`. The pause is [`PAUSE_MIN`] after a
 //! successful run. After a run that recovered less than a twentieth of the requested bytes it
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reclaimer_that_panics_recovers_nothing_and_stays_in_the_policy() {
+    fn a_reclaimer_that_panics_recovers_nothing_and_stays_among_the_steps() {
         let gives = Arc::new(AtomicU64::new(u64::MAX));
         let steps = [step(Budget::Host, Level::Elevated, &gives)];
         assert!(steps[0].pace.start(at(0)));

@@ -7,8 +7,8 @@
 //!
 //! Invariants: each tick first corrects a ledger and then shares the room, so that no headroom is
 //! computed from an old allowance; the figures of one device change the allowance of no other;
-//! `next > now`, and `next - now <= idle_tick`; a purge happens only for pressure or
-//! exhaustion, an unload, an operator's request, growth ([`Settings::purge_growth`]), or if
+//! `next > now`, and `next - now <= idle_tick`; a purge happens only for pressure or exhaustion, an
+//! unload, an operator's request, growth ([`Settings::purge_growth`]), or if
 //! `purgeable - decaying + free blocks of the C library > max(purge_floor, purge_part x live)`;
 //! levels depend on physical bytes, allowances on required ones.
 
@@ -246,7 +246,7 @@ const RECORD_EVERY: Duration = Duration::from_millis(50);
 /// The place of [`Job::Publish`] among the periodic jobs.
 const PUBLISH: usize = 2;
 
-/// What a tick has found.
+/// The sample of a tick, and what follows from it alone.
 struct Tick {
     now: Moment,
     sample: Sample,
@@ -438,7 +438,7 @@ impl Maintenance {
         jobs
     }
 
-    /// Takes a sample after one with this limit.
+    /// Takes a sample. `last` is the limit at the sample before.
     fn sample(&mut self, last: Limit, now: Moment) -> Tick {
         let (state, mut sample) = (self.admission.state(), self.sensor.sample(now));
         // A limit that was known still exists: a failed read must not admit requests.
@@ -680,8 +680,8 @@ impl Maintenance {
         })
     }
 
-    /// Returns `true` if the next sample should come soon after this one. The last one found so many
-    /// physical bytes.
+    /// Returns `true` if the next sample should come soon after this one. `last` is the physical
+    /// memory at the sample before.
     fn is_active(&self, tick: &Tick, last: ByteSize) -> bool {
         let sample = &tick.sample;
         let filled = sample.required() > tick.limit.scaled(0.5);

@@ -55,7 +55,7 @@ pub struct PressureState {
     pub(super) pending: AtomicU64,
     pub(super) closed: AtomicBool,
     pub(super) bell: Arc<Bell>,
-    /// The control loop tries the lock, and adds what it missed at the next tick.
+    /// The control loop tries the lock; what it missed is part of its next sample.
     pub(super) limits: Mutex<LimitRecord>,
     birth: Birth,
 }

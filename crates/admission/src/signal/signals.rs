@@ -11,8 +11,8 @@
 //!
 //! Invariants: with `usage` and `anonymous` the changes since the last full reading,
 //! `physical = physical then + max(usage, anonymous)`; both are at most the tolerance. Without a
-//! limit of a cgroup, `usage` is the resident set. The last
-//! full reading is at most [`MOVING_MAX`] old, or [`STILL_MAX`] if nothing has changed.
+//! limit of a cgroup, `usage` is the resident set. The last full reading is at most [`MOVING_MAX`]
+//! old, or [`STILL_MAX`] if nothing has changed.
 //!
 //! Growth of this process is in the next sample. So is growth of the rest of the cgroup, unless it
 //! replaces page cache. The error until the next full reading: `physical` is too small by at most
