@@ -73,8 +73,8 @@ impl Executor {
         Self { guarded, changed, moves, clock, birth: Birth::now() }
     }
 
-    /// Locks the state. Measures the wait if another thread holds the lock. Who changes the state
-    /// publishes that before the lock is released.
+    /// Locks the state. Measures the wait if another thread holds the lock. The caller publishes a
+    /// change of the state before it releases the lock.
     #[inline]
     pub(crate) fn lock(&self) -> MutexGuard<'_, StateSlot> {
         try_lock(&self.guarded).unwrap_or_else(|| self.lock_contended())

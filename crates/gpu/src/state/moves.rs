@@ -13,7 +13,7 @@ use crate::state::region_index::BlockName;
 use crate::state::streams::StreamKey;
 use crate::types::Contents;
 
-/// The blocks that a compaction moves now: one batch. Of each that its owner has freed meanwhile, the
+/// The blocks that a compaction moves now: one batch. Each that its owner has freed meanwhile has its
 /// place, and the streams that used it, none if they are unknown.
 pub(crate) type MovingBatch = BTreeMap<BlockName, Option<(Placement, Vec<StreamKey>)>>;
 

@@ -1,6 +1,6 @@
 //! One region of an arena: the part for one kind of lifetime, with its own addresses.
 //!
-//! A region joins the block index (free offsets) with the backing (memory), and calls neither
+//! A region joins the block index (free offsets) with the segment (memory), and calls neither
 //! driver nor clock. [`RegionState::place`] decides which free place an allocation takes: memory
 //! that is free now, memory that another stream may still use, or memory to commit. A block is
 //! arriving from its placement until its memory is committed; only then is it live.
@@ -16,8 +16,7 @@ use crate::state::pending::{Dependencies, Pending, StreamUses};
 use crate::state::region_index::{BlockName, RegionIndex};
 use crate::state::segment::{GranuleCall, Run, Segment};
 use crate::state::streams::StreamKey;
-use crate::types::Region;
-use crate::types::RegionSnapshot;
+use crate::types::{Region, RegionSnapshot};
 use lowtide_core::bytes::ByteSize;
 
 /// Blocks below this size are placed in the region's range for small blocks. Half a granule of 2

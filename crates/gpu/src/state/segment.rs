@@ -129,7 +129,8 @@ impl Segment {
         Self { base, extent, granularity, count, middle, low, high, pieces: None }
     }
 
-    /// Creates one without pieces, for blocks of at most `largest` bytes.
+    /// Creates the memory of a driver that allocates whole segments, with no piece yet, for blocks of
+    /// at most `largest` bytes.
     pub(crate) fn of_pieces(extent: ByteSize, largest: u64, granularity: ByteSize) -> Self {
         let pieces = Some(SegmentList::new(largest, granularity.get()));
         Self { pieces, ..Self::new(DeviceAddress::new(0), extent, granularity) }
@@ -199,11 +200,11 @@ impl Segment {
             return pieces.address_of(offset);
         }
         debug_assert!(offset <= self.extent);
-        // The driver reserved `base + reserved` without wrapping. The base is only a fallback.
+        // The driver reserved `base + extent` without wrapping. The base is only a fallback.
         self.base.checked_add(ByteSize::new(offset)).unwrap_or(self.base)
     }
 
-    /// Records a block in a span, or that it is freed; returns `true` if memory became idle.
+    /// Records that a block is in a span, or that it was freed. Returns `true` if memory became idle.
     pub(crate) fn set_touched<const TOUCHED: bool>(&mut self, span: Span) -> bool {
         if let Some(pieces) = &mut self.pieces {
             return pieces.set_touched(span, TOUCHED);
@@ -800,7 +801,7 @@ impl Granules {
         self.partly.len()
     }
 
-    /// Records a block that covers all of these granules, or that it is freed. Returns `true` if one
+    /// Records that a block covers all of these granules, or that it was freed. Returns `true` if one
     /// became idle.
     fn set_touched<const TOUCHED: bool>(&mut self, range: Range<usize>) -> bool {
         if TOUCHED {
@@ -833,8 +834,8 @@ impl Granules {
         !TOUCHED && backed > 0
     }
 
-    /// Records a block that covers a part of this granule, or that it is freed. Returns `true` if the
-    /// granule became idle.
+    /// Records that a block covers a part of this granule, or that it was freed. Returns `true` if
+    /// the granule became idle.
     fn set_touched_part<const TOUCHED: bool>(&mut self, granule: usize) -> bool {
         let range = granule..granule + 1;
         if !TOUCHED {
@@ -914,8 +915,8 @@ impl Granules {
         missing
     }
 
-    /// Marks the first bare granules whose bits `of` returns, at most this many, as committing, or as
-    /// arriving; calls `each` with every run of them. Returns their number.
+    /// Marks the first bare granules whose bits `of` returns, at most `granules_max`, as committing
+    /// or as arriving, and calls `each` with every run of them. Returns their number.
     pub(crate) fn begin(
         &mut self,
         range: Range<usize>,
@@ -1007,7 +1008,7 @@ impl Granules {
         self.counts.leaving += range.len() as u64;
     }
 
-    /// Records the result of a driver call. The granules of a call that is not done are as before it.
+    /// Records the result of a driver call. If it was not done, the granules are as before it.
     #[inline(always)]
     pub(crate) fn end(&mut self, range: Range<usize>, call: GranuleCall, done: bool) {
         let (comes, is_bare) = match call {

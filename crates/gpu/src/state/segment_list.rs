@@ -185,8 +185,8 @@ impl SegmentList {
         }
     }
 
-    /// Records a block in a span, or a freed block that is still pending there, or that it is gone.
-    /// Returns `true` if the piece became idle.
+    /// Records that a live or pending block is in a span, or that it is gone. Returns `true` if the
+    /// piece became idle.
     pub(crate) fn set_touched(&mut self, span: Span, is_touched: bool) -> bool {
         let Some(piece) = self.piece_mut(span.offset) else { return false };
         piece.touched = if is_touched { piece.touched + 1 } else { piece.touched - 1 };
