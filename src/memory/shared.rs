@@ -355,6 +355,7 @@ impl Shared {
         let heap = self.heap.as_ref().and_then(|heap| heap.snapshot().ok());
         let signal = self.signals.sample();
         let heap_arenas = self.here(|_| if heap.is_some() { heap_arenas() } else { Vec::new() });
+        let sample = self.state.sample();
         MemorySnapshot {
             profile: self.config.profile.value,
             heap,
@@ -374,8 +375,8 @@ impl Shared {
             unified: self.devices.is_unified(),
             #[cfg(not(feature = "device"))]
             unified: true,
-            purgeable: self.state.sample().purgeable,
-            unreleased: self.state.sample().unreleased,
+            purgeable: sample.purgeable,
+            unreleased: sample.unreleased,
             exhausted: self.state.is_exhausted(),
             saturation: self.state.saturation(),
             host: self.budget(Budget::Host),

@@ -28,15 +28,13 @@ use crate::memory::snapshot::BudgetSnapshot;
 use crate::sync::lock;
 use lowtide_admission::{Admission, Budget, Level, ReclaimStep, Thresholds};
 
-#[cfg(feature = "cuda")]
-use super::MemoryDevices;
 use super::arenas::{ManagedArena, is_loss};
-#[cfg(feature = "cuda")]
-use super::cuda::DeviceProcesses;
 use super::device::{CountedIn, Device};
 use super::state::Devices;
 use super::values::{DeviceStatus, DevicesSnapshot};
 use super::watermark::DeviceSample;
+#[cfg(feature = "cuda")]
+use super::{MemoryDevices, cuda::DeviceProcesses};
 
 impl Shared {
     /// Decays the arenas that are due, and completes what sessions have left.
