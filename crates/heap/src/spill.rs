@@ -143,7 +143,9 @@ mod platform {
             return Ok(()); // another thread was first
         }
         LazyLock::force(&BELL);
-        let _ = ctl::ARENAS_PAGE.read(); // jemalloc's own handlers are the first
+        // In a child, handlers run in the order of registration: these after jemalloc's, and after
+        // that of `Birth`.
+        let _ = ctl::ARENAS_PAGE.read();
         fork::around(before_fork, after_fork);
         let hooks = (&raw const HOOKS.0).cast_mut();
         let config = ctl::ArenaConfig { hooks, metadata_use_hooks: false };

@@ -318,7 +318,7 @@ impl Maintenance {
     ///
     /// # Panics
     /// If there are more than 32 steps.
-    #[expect(clippy::panic_in_result_fn, reason = "an error of the program")]
+    #[expect(clippy::panic_in_result_fn, reason = "an error of the caller")]
     pub fn new(
         settings: Settings,
         sensor: Box<dyn Sensor>,

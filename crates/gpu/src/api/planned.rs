@@ -238,7 +238,7 @@ impl PlannedMemory {
     ///
     /// # Panics
     /// See [`PlannedMemory::slice`]; also if two of the buffers overlap.
-    #[expect(clippy::panic_in_result_fn, reason = "an error of the program")]
+    #[expect(clippy::panic_in_result_fn, reason = "an error of the caller")]
     pub fn slices_mut<'a, const N: usize>(
         &'a mut self,
         lease: &'a Lease,

@@ -222,7 +222,7 @@ impl DriverEvent {
     ///
     /// # Errors
     /// The driver's; the marked work is unspecified then.
-    #[expect(clippy::panic_in_result_fn, reason = "an error of the program")]
+    #[expect(clippy::panic_in_result_fn, reason = "an error of the caller")]
     pub(crate) fn record(&self, lane: &LaneInner) -> Result<(), DriverError> {
         let is_ours = Arc::ptr_eq(&self.driver, &lane.inner.driver);
         assert!(is_ours, "an event and a lane of two drivers");

@@ -124,7 +124,7 @@ impl Lane {
         self.copy_pinned(to, from, false)
     }
 
-    #[expect(clippy::panic_in_result_fn, reason = "an error of the program")]
+    #[expect(clippy::panic_in_result_fn, reason = "an error of the caller")]
     fn copy_pinned<T: Pod>(
         &self,
         mut host: PinnedBuffer<T>,
