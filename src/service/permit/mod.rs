@@ -8,7 +8,8 @@
 //!
 //! A request that outgrows its claim while memory is short is cancelled: its handler is notified,
 //! and the layer drops it if it goes on (`layer`). Nothing can interrupt a single poll, work on
-//! other threads, or a response whose head was returned.
+//! other threads, or a response whose head was returned. A poll that outgrows the claim may go on in
+//! a file (`heap::spill`).
 //!
 //! Not measured: tasks and threads without a scope, and C code that does not allocate through
 //! jemalloc.
