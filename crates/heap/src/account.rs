@@ -416,12 +416,13 @@ pub(super) fn outgrow(account: &Head) {
 }
 
 /// Charges the account of the thread until now, and what it allocates from here on apart.
-pub(super) fn begin_spill(now: Totals) {
+pub(super) fn begin_spill() {
     Progress::with(|entry| {
         let [within, beyond] = entry.taken();
         entry.fixed.store((within + beyond).cast_signed(), Relaxed);
     });
-    switch(now, ACCOUNT.get());
+    // With totals of now: the thread's entry may just have been created, and charged.
+    at_work(|_, now| switch(now, ACCOUNT.get()));
     FREED_OUTSIDE.set(0);
     OVER.set(OVER.get() | SPILLS);
 }

@@ -196,7 +196,7 @@ pub(super) fn pass(coming: usize) {
                 account::outgrow(account);
             }
             if seems_short && is_short(coming) {
-                spill::begin(now);
+                spill::begin();
             }
         });
     }

@@ -57,7 +57,7 @@ mod platform {
     use tikv_jemalloc_sys::extent_hooks_t;
 
     use super::{ByteSize, RESERVE_MAX, RESERVE_PART, WINDOW_MAX, WINDOW_PART};
-    use crate::account::{self, Totals};
+    use crate::account;
     use crate::checkpoint::statm;
     use crate::error::HostError;
     use crate::libc_heap::locked;
@@ -197,7 +197,7 @@ mod platform {
     }
 
     /// Binds the thread to the arena until its work ends, unless a scope of another arena is open.
-    pub(crate) fn begin(now: Totals) {
+    pub(crate) fn begin() {
         let Some(arena) = arena().filter(|_| IS_PAGED.load(Relaxed) && redirect::is_plain()) else {
             return;
         };
@@ -206,7 +206,7 @@ mod platform {
         };
         if before < own && ctl::THREAD_ARENA.write(arena).is_ok() {
             BEFORE.set(before);
-            account::begin_spill(now);
+            account::begin_spill();
             redirect::set_spills(true);
             if SPILLING.fetch_add(1, Relaxed) == 0
                 && active_pages() == 0
@@ -613,7 +613,6 @@ mod elsewhere {
     use lowtide_core::clock::{Bell, Clock};
 
     use super::ByteSize;
-    use crate::account::Totals;
     use crate::error::HostError;
 
     pub fn spill_into(_: &Path, _: ByteSize) -> Result<(), HostError> {
@@ -642,7 +641,7 @@ mod elsewhere {
     pub(crate) const fn contains<T>(_: *const T) -> bool {
         false
     }
-    pub(crate) fn begin(_: Totals) {}
+    pub(crate) fn begin() {}
     pub(crate) fn end() {}
     pub(crate) fn keep_pace() {}
 }

@@ -229,6 +229,19 @@ fn a_spill_ends_with_the_outermost_work_also_by_a_panic() {
 }
 
 #[test]
+fn the_first_checkpoint_of_a_thread_may_begin_a_spill() {
+    short_of_memory(MOST, || {
+        let account = account();
+        let work = || account.run(|| black_box(vec![1_u8; 8 * MIB]));
+        let kept = thread::scope(|scope| scope.spawn(work).join().expect("no panic"));
+        let memory = account.memory();
+        assert!(memory.peak < ByteSize::mib(1), "{memory:?}");
+        assert_eq!(memory.spilled, ByteSize::mib(8));
+        drop(kept);
+    });
+}
+
+#[test]
 fn work_in_an_arena_and_work_without_a_claim_stay_in_memory() {
     short_of_memory(MOST, || {
         let (begun, block) = (times(), || black_box(vec![1_u8; 8 * MIB]));
