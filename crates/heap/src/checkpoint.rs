@@ -115,7 +115,11 @@ pub fn publish_sample(counted: u64, limit: ByteSize, physical: ByteSize, anonymo
     let left = limit.saturating_sub(physical).get();
     let due = counted.saturating_add((left / SAMPLE_PART).max(SAMPLE_MIN));
     SAMPLE_AT.store(if limit == ByteSize::MAX { u64::MAX } else { due }, Relaxed);
-    let Some(reserve) = spill::reserve(limit) else { return };
+    let Some(reserve) = spill::reserve(limit) else {
+        ANONYMOUS_MAX.store(u64::MAX, Relaxed);
+        SHORT_AT.store(u64::MAX, Relaxed);
+        return;
+    };
     let room = left.cast_signed().saturating_sub(reserve.cast_signed());
     let most = anonymous.get().saturating_add_signed(room);
     ANONYMOUS_MAX.store(most, Relaxed);

@@ -242,6 +242,16 @@ fn the_first_checkpoint_of_a_thread_may_begin_a_spill() {
 }
 
 #[test]
+fn nothing_spills_once_the_limit_is_gone() {
+    short_of_memory(MOST, || {
+        let begun = times();
+        heap::publish_sample(heap::counted_growth(), ByteSize::MAX, anonymous(), anonymous());
+        account().run(|| drop(black_box(vec![1_u8; 8 * MIB])));
+        assert_eq!(times(), begun);
+    });
+}
+
+#[test]
 fn work_in_an_arena_and_work_without_a_claim_stay_in_memory() {
     short_of_memory(MOST, || {
         let (begun, block) = (times(), || black_box(vec![1_u8; 8 * MIB]));
