@@ -139,7 +139,7 @@ fn is_short(coming: u64) -> bool {
     let Some(now) = statm() else { return false };
     let left = ANONYMOUS_MAX.load(Relaxed).saturating_sub(now.anon.get());
     SHORT_AT.store(counted.saturating_add(left), Relaxed);
-    coming > left
+    coming >= left
 }
 
 /// Counts what the thread has taken until now. Returns `true` if memory seems short once so many

@@ -252,6 +252,28 @@ fn nothing_spills_once_the_limit_is_gone() {
 }
 
 #[test]
+fn work_of_small_blocks_alone_spills() {
+    short_of_memory(MOST, || {
+        let begun = times();
+        let account = account();
+        // No list of them grows.
+        let list =
+            || (0..20 * 1024).fold(None, |next, _| Some(Box::new(Line { next, _text: [7; 1024] })));
+        let list = account.run(list);
+        assert_eq!(times(), begun + 1, "{:?}", account.memory());
+        let mut rest = list;
+        while let Some(mut line) = rest {
+            rest = line.next.take();
+        }
+    });
+}
+
+struct Line {
+    next: Option<Box<Line>>,
+    _text: [u8; 1024],
+}
+
+#[test]
 fn work_in_an_arena_and_work_without_a_claim_stay_in_memory() {
     short_of_memory(MOST, || {
         let (begun, block) = (times(), || black_box(vec![1_u8; 8 * MIB]));
