@@ -274,7 +274,7 @@ mod platform {
             }
             file.set_len(most.get()).map_err(fails)?;
             // Fails if the file system cannot reserve blocks and release them.
-            for mode in [0, PUNCH] {
+            for mode in [KEEP, KEEP | libc::FALLOC_FL_PUNCH_HOLE] {
                 fallocate(file, mode, 0, PIECE).map_err(fails)?;
             }
             let size = most.as_usize().unwrap_or(usize::MAX);
@@ -310,7 +310,7 @@ mod platform {
             let bytes = ByteSize::of(size);
             if free_disk(self.file.file()) < bytes.saturating_add(MARGIN)
                 || !self.is_usable()
-                || fallocate(self.file.file(), 0, at - self.start, size).is_err()
+                || fallocate(self.file.file(), KEEP, at - self.start, size).is_err()
             {
                 return false;
             }
@@ -318,10 +318,12 @@ mod platform {
             true
         }
 
-        /// Releases the blocks of a part of the region.
+        /// Releases the blocks of a part of the region, also once the file is closed.
         fn release(&self, at: usize, size: usize) -> bool {
-            let punch = || fallocate(self.file.file(), PUNCH, at - self.start, size);
-            let is_done = self.is_usable() && punch().is_ok();
+            let pages = ptr::with_exposed_provenance_mut(at);
+            // SAFETY: pages of the region that hold no block of jemalloc.
+            let punch = || unsafe { libc::madvise(pages, size, libc::MADV_REMOVE) == 0 };
+            let is_done = self.birth.is_here() && punch();
             if is_done {
                 ON_DISK.fetch_sub(size as u64, Relaxed);
             }
@@ -372,12 +374,12 @@ mod platform {
         }
     }
 
-    const PUNCH: c_int = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    /// It has its size from the start.
+    const KEEP: c_int = libc::FALLOC_FL_KEEP_SIZE;
 
     fn fallocate(file: &File, mode: c_int, at: usize, size: usize) -> io::Result<()> {
         let (at, size) = (at.cast_signed() as i64, size.cast_signed() as i64);
-        // SAFETY: it reserves or releases blocks of the file. Parts that are released hold no block
-        // of jemalloc.
+        // SAFETY: it reserves blocks of the file, or releases those of one without contents.
         let done = unsafe { libc::fallocate(file.as_raw_fd(), mode, at, size) };
         if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }

@@ -329,6 +329,21 @@ fn a_child_has_what_was_spilled_and_changes_nothing_of_its_parent() {
 }
 
 #[test]
+fn the_disk_is_free_again_although_the_application_has_closed_the_file() {
+    short_of_memory(MOST, || {
+        let account = account();
+        let before = account.run(|| lines(60));
+        // SAFETY: the descriptors are those of this module and of the test's harness.
+        assert_eq!(unsafe { libc::syscall(libc::SYS_close_range, 3, u32::MAX, 0) }, 0);
+        let after = account.run(|| lines(40));
+        assert!(are_right(&before) && are_right(&after));
+        drop((before, after));
+        let on_disk = || heap::spilled().0;
+        assert!(soon(|| on_disk() < ByteSize::mib(32)), "{} stay", on_disk());
+    });
+}
+
+#[test]
 fn a_folder_that_does_not_serve_is_refused() {
     let spill_into = |dir: &str| heap::spill_into(Path::new(dir), MOST);
     assert!(matches!(spill_into("/dev/shm"), Err(HostError::SpillInMemory { kind: "tmpfs", .. })));
