@@ -54,6 +54,7 @@ mod platform {
     use lowtide_core::file::OwnedFile;
     use lowtide_core::fork::{self, Birth};
     use lowtide_core::kernel::file_size_limit;
+    use lowtide_core::sync::{Mutex, lock};
     use tikv_jemalloc_sys::extent_hooks_t;
 
     use super::{ByteSize, RESERVE_MAX, RESERVE_PART, WINDOW_MAX, WINDOW_PART};
@@ -110,8 +111,9 @@ mod platform {
     static WINDOW: AtomicU64 = AtomicU64::new(WINDOW_MAX.get());
     /// The pieces that the pager has written and dropped.
     static PAGED: AtomicU64 = AtomicU64::new(0);
-    /// `true` while a pager runs.
+    /// `true` while a pager runs. The next one waits for its end: both would take rings of the bell.
     static IS_PAGED: AtomicBool = AtomicBool::new(false);
+    static PAGER: Mutex<()> = Mutex::new(());
     static BELL: LazyLock<Arc<Bell>> = LazyLock::new(Bell::new);
 
     thread_local! {
@@ -569,11 +571,12 @@ mod platform {
     /// The error of a failed write to the disk. What was written last may be lost, so that a block
     /// may have other contents: the caller must end the process.
     pub fn run_pager(stop: &AtomicBool, clock: &dyn Clock) -> io::Result<()> {
-        let Some(region) = REGION.get() else { return Ok(()) };
+        let Some(region) = REGION.get().filter(|it| it.birth.is_here()) else { return Ok(()) };
+        let _alone = lock(&PAGER);
         IS_PAGED.store(true, Relaxed);
         let (mut piece, mut left, mut rest, mut purged) = (0, 0, REST, Moment::ORIGIN);
         // Ends when `stop` is set; each iteration waits.
-        while !stop.load(Acquire) && region.birth.is_here() {
+        while !stop.load(Acquire) {
             let is_many = || region.in_memory() > WINDOW.load(Relaxed);
             let (top, now) = (TAKEN.load(Relaxed) / PIECE * PIECE, clock.now());
             let spills = SPILLING.load(Relaxed) > 0;

@@ -49,19 +49,26 @@ fn soon(holds: impl Fn() -> bool) -> bool {
     holds()
 }
 
+fn run_pager(stop: &AtomicBool) {
+    heap::run_pager(stop, &SystemClock::new()).expect("a disk that works");
+}
+
+/// Tries to spill once. Returns `true` if it did.
+fn spills() -> bool {
+    let begun = times();
+    account().run(|| drop(black_box(vec![1_u8; 8 * MIB])));
+    times() > begun
+}
+
 /// Runs a test with a pager, in a process without memory.
 fn short_of_memory(most: ByteSize, test: impl FnOnce()) {
     heap::watch_growth();
     heap::spill_into(Path::new(DISK), most).expect("a disk");
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
-        scope.spawn(|| heap::run_pager(&stop, &SystemClock::new()).expect("a disk that works"));
+        scope.spawn(|| run_pager(&stop));
         leave(ByteSize::ZERO);
-        let has_begun = || {
-            account().run(|| drop(black_box(vec![1_u8; 8 * MIB])));
-            heap::spilled().1 > 0
-        };
-        assert!(soon(has_begun), "nothing spills");
+        assert!(soon(spills), "nothing spills");
         let ended = catch_unwind(AssertUnwindSafe(test));
         stop.store(true, Ordering::Release);
         heap::pager_bell().ring();
@@ -244,10 +251,8 @@ fn the_first_checkpoint_of_a_thread_may_begin_a_spill() {
 #[test]
 fn nothing_spills_once_the_limit_is_gone() {
     short_of_memory(MOST, || {
-        let begun = times();
         heap::publish_sample(heap::counted_growth(), ByteSize::MAX, anonymous(), anonymous());
-        account().run(|| drop(black_box(vec![1_u8; 8 * MIB])));
-        assert_eq!(times(), begun);
+        assert!(!spills());
     });
 }
 
@@ -340,6 +345,29 @@ fn the_disk_is_free_again_although_the_application_has_closed_the_file() {
         drop((before, after));
         let on_disk = || heap::spilled().0;
         assert!(soon(|| on_disk() < ByteSize::mib(32)), "{} stay", on_disk());
+    });
+}
+
+#[test]
+fn a_pager_that_starts_before_the_last_one_has_ended_takes_over() {
+    heap::watch_growth();
+    heap::spill_into(Path::new(DISK), MOST).expect("a disk");
+    leave(ByteSize::ZERO);
+    let stops = [false, false].map(AtomicBool::new);
+    let end = |nth: usize| {
+        stops[nth].store(true, Ordering::Release);
+        heap::pager_bell().ring();
+    };
+    thread::scope(|scope| {
+        let first = scope.spawn(|| run_pager(&stops[0]));
+        let has_begun = soon(spills);
+        scope.spawn(|| run_pager(&stops[1]));
+        let still = (0..20).all(|_| spills());
+        end(0);
+        let has_ended = soon(|| first.is_finished());
+        let goes_on = soon(spills);
+        (0..2).for_each(end);
+        assert!(has_begun && still && has_ended && goes_on, "{has_ended}, {goes_on}");
     });
 }
 
