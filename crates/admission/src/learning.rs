@@ -267,7 +267,7 @@ struct RouteNeed {
     is_of_one_route: bool,
 }
 
-#[cfg(not(lowtide_loom))]
+#[cfg(all(target_os = "linux", not(lowtide_loom)))]
 const _: () = assert!(size_of::<RouteNeed>() <= 112, "with two counts it fills 128 bytes");
 
 /// An answer without a known end has lasted.

@@ -23,13 +23,13 @@ extern "C" fn in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Registers functions that run around each fork, on the thread that forks: `before` in the parent
-/// before the fork, `after` in the parent and in the child after it. Does nothing if the
+/// Registers functions that run around each fork, on the thread that forks: `before`, if any, in the
+/// parent before the fork, `after` in the parent and in the child after it. Does nothing if the
 /// registration fails.
-pub fn around(before: extern "C" fn(), after: extern "C" fn()) {
+pub fn around(before: Option<extern "C" fn()>, after: extern "C" fn()) {
     // SAFETY: these are functions of the required type with static lifetime; what they may do in a
     // child is their author's to keep to.
-    let _ = unsafe { libc::pthread_atfork(Some(before), Some(after), Some(after)) };
+    let _ = unsafe { libc::pthread_atfork(before.map(|it| it as _), Some(after), Some(after)) };
 }
 
 /// The process generation in which an object was created.

@@ -234,9 +234,8 @@ impl GranuleRange {
     /// The range lies in one reservation, and every use of it is complete.
     #[cfg(not(target_os = "linux"))]
     unsafe fn discard(self) -> DriverResult {
-        // SAFETY: whole granules of a reservation that nothing uses (contract of this function).
         let flags = libc::MAP_FIXED | libc::MAP_NORESERVE;
-        // SAFETY: as above.
+        // SAFETY: whole granules of a reservation that nothing uses (contract of this function).
         unsafe { map(self.start, self.length, libc::PROT_NONE, flags) }.map(drop)
     }
 

@@ -436,7 +436,6 @@ pub(super) fn moved_to_disk(bytes: u64) {
 }
 
 /// In a forked child, whose one thread this is: it spills no more.
-#[cfg(target_os = "linux")]
 pub(super) fn forget_spill() {
     if is_over(SPILLS) {
         OVER.set(OVER.get() & !SPILLS);

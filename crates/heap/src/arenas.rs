@@ -176,7 +176,7 @@ pub(super) fn keep() -> MutexGuard<'static, Slots> {
         // registers its handlers first, so that this lock is taken before jemalloc's, as
         // everywhere.
         let _ = ctl::ARENAS_PAGE.read();
-        fork::around(before_fork, after_fork);
+        fork::around(Some(before_fork), after_fork);
     }
     SLOTS.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -19,21 +19,18 @@
 #![expect(unsafe_code, reason = "jemalloc calls a function")]
 
 use std::cell::Cell;
-use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Arc, LazyLock, OnceLock};
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Clock as _, SystemClock};
-use lowtide_core::file::KeptFile;
 use lowtide_core::fork::Birth;
-use lowtide_core::kernel::{Statm, page_size};
 
 use super::account::{self, OUTGROWS, SPILLS, is_over};
 use super::mallctl::{THREAD_EVENT, ThreadEvent};
-use super::{redirect, spill};
+use super::{process, redirect, spill};
 
 /// The size from which each block is a checkpoint. An estimate: a thread allocates such blocks a few
 /// thousand times a second at most.
@@ -60,8 +57,6 @@ static SHORT_AT: AtomicU64 = AtomicU64::new(u64::MAX);
 static ANONYMOUS_MAX: AtomicU64 = AtomicU64::new(u64::MAX);
 /// `true` while checkpoints count.
 static IS_ON: AtomicBool = AtomicBool::new(false);
-/// `/proc/self/statm`, which stays open.
-static STATM: OnceLock<KeptFile> = OnceLock::new();
 /// The process in which they count, the bell, and its clock.
 static WATCH: LazyLock<(Birth, Arc<Bell>, SystemClock)> =
     LazyLock::new(|| (Birth::now(), Bell::new(), SystemClock::new()));
@@ -80,11 +75,7 @@ thread_local! {
 pub fn watch_growth() -> Arc<Bell> {
     let (birth, bell, _) = &*WATCH;
     if account::is_measured() && birth.is_here() {
-        if STATM.get().is_none()
-            && let Ok(file) = KeptFile::open(Path::new("/proc/self/statm"))
-        {
-            let _ = STATM.set(file);
-        }
+        process::keep_statm();
         // Without it, because four others are registered, only large blocks count.
         let event = ThreadEvent { call: after_step, step: STEP, is_alloc_only: true };
         // SAFETY: `after_step` may be called within each allocation of each thread.
@@ -115,28 +106,17 @@ pub fn publish_sample(counted: u64, limit: ByteSize, physical: ByteSize, anonymo
     let left = limit.saturating_sub(physical).get();
     let due = counted.saturating_add((left / SAMPLE_PART).max(SAMPLE_MIN));
     SAMPLE_AT.store(if limit == ByteSize::MAX { u64::MAX } else { due }, Relaxed);
-    let Some(reserve) = spill::reserve(limit) else {
-        ANONYMOUS_MAX.store(u64::MAX, Relaxed);
-        SHORT_AT.store(u64::MAX, Relaxed);
-        return;
-    };
-    let room = left.cast_signed().saturating_sub(reserve.cast_signed());
-    let most = anonymous.get().saturating_add_signed(room);
+    let room = |reserve: u64| left.cast_signed().saturating_sub(reserve.cast_signed());
+    let most = |reserve| anonymous.get().saturating_add_signed(room(reserve));
+    let most = spill::reserve(limit).map_or(u64::MAX, most);
     ANONYMOUS_MAX.store(most, Relaxed);
     SHORT_AT.store(counted.saturating_add(most.saturating_sub(anonymous.get())), Relaxed);
-}
-
-/// Returns the kernel's figures of the process; `None` if they cannot be read. Does not allocate.
-pub(super) fn statm() -> Option<Statm> {
-    let mut text = [0; 128];
-    let length = STATM.get()?.read_at(&mut text, 0).ok()?;
-    Statm::parse(text.get(..length)?, page_size()?)
 }
 
 /// Returns `true` if memory is short once so many bytes more are allocated, by the kernel's figure.
 fn is_short(coming: u64) -> bool {
     let counted = COUNTED.load(Relaxed);
-    let Some(now) = statm() else { return false };
+    let Some(now) = process::statm() else { return false };
     let left = ANONYMOUS_MAX.load(Relaxed).saturating_sub(now.anon.get());
     SHORT_AT.store(counted.saturating_add(left), Relaxed);
     coming >= left

@@ -38,6 +38,7 @@ mod libc_heap;
 #[cfg(any(test, feature = "profiling"))]
 mod loaded;
 mod mallctl;
+mod process;
 mod profile;
 mod profiler;
 mod purge;

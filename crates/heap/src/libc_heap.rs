@@ -4,12 +4,9 @@
 //! [`Unsupported`], and the program still links and starts. When to trim is decided elsewhere.
 //!
 //! Invariant: `held = live + idle`, as glibc counts.
-#![expect(unsafe_code, reason = "glibc's malloc_trim and mallinfo2 are C calls")]
 
 use super::error::Unsupported;
 use lowtide_core::bytes::ByteSize;
-#[cfg(target_os = "linux")]
-use lowtide_core::kernel::kib_of;
 
 /// glibc's heap at one instant, as `mallinfo2` reports it.
 ///
@@ -40,27 +37,8 @@ pub(super) fn trim() -> Result<bool, Unsupported> {
     platform::trim()
 }
 
-/// Returns the bytes that the process has locked. Does not allocate.
-#[cfg(target_os = "linux")]
-pub(super) fn locked() -> ByteSize {
-    with_text("/proc/self/status", |text| kib_of(text, b"VmLck:")).unwrap_or(ByteSize::ZERO)
-}
-
-#[cfg(not(target_os = "linux"))]
-pub(super) const fn locked() -> ByteSize {
-    ByteSize::ZERO
-}
-
-/// Parses the first 4 KiB of a file.
-#[cfg(target_os = "linux")]
-pub(super) fn with_text<T>(path: &str, parse: impl FnOnce(&[u8]) -> Option<T>) -> Option<T> {
-    let mut text = [0_u8; 4096];
-    let mut file = std::fs::File::open(path).ok()?;
-    let length = std::io::Read::read(&mut file, &mut text).ok()?;
-    parse(text.get(..length)?)
-}
-
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
+#[expect(unsafe_code, reason = "glibc's malloc_trim and mallinfo2 are C calls")]
 mod platform {
     use std::ffi::{CStr, c_void};
     use std::mem;

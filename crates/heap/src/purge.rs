@@ -7,7 +7,7 @@
 //! resident, for example because they are locked.
 //!
 //! Invariant: each part is the bytes that were released, or the reason it is unsupported.
-#![cfg_attr(target_os = "linux", expect(unsafe_code, reason = "madvise on a block of jemalloc"))]
+#![expect(unsafe_code, reason = "purges of an arena, madvise on a block of jemalloc")]
 
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
@@ -16,10 +16,9 @@ use std::{fmt, io};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Clock, SystemClock};
 use lowtide_core::kernel;
-use lowtide_core::kernel::Statm;
 
 use super::error::{HostError, Unsupported};
-use super::libc_heap::locked;
+use super::process::{anonymous_resident, locked};
 use super::recall::{flush_thread_cache, request_tcache_flush};
 use super::stats::{HeapProbe, HeapSnapshot};
 use super::{allocator, arenas, libc_heap, mallctl, spill};
@@ -187,19 +186,6 @@ fn trim_libc(
         false => ByteSize::ZERO,
     };
     (trimmed.map(released), took)
-}
-
-/// Returns the resident memory of the process that belongs to no file and no shared memory; zero if
-/// the kernel does not report it. Does not allocate.
-#[cfg(target_os = "linux")]
-fn anonymous_resident() -> ByteSize {
-    let read = |text: &[u8]| Statm::parse(text, page_size());
-    libc_heap::with_text("/proc/self/statm", read).map_or(ByteSize::ZERO, |held| held.anon)
-}
-
-#[cfg(not(target_os = "linux"))]
-const fn anonymous_resident() -> ByteSize {
-    ByteSize::ZERO
 }
 
 // Tests if the kernel takes unused memory back: jemalloc does not report that a release failed.

@@ -274,7 +274,7 @@ fn work_of_small_blocks_alone_spills() {
 }
 
 struct Line {
-    next: Option<Box<Line>>,
+    next: Option<Box<Self>>,
     _text: [u8; 1024],
 }
 

@@ -1,0 +1,315 @@
+//! The file that spilled memory is in, and its mapping.
+//!
+//! A block of the file is reserved before its page is handed out, and released with it. Only Linux
+//! has the system calls for that: elsewhere no region is created.
+//!
+//! Invariant: `pages in use <= blocks on disk`, while the file is the process's.
+
+use std::ffi::c_void;
+use std::fs::File;
+use std::mem::MaybeUninit;
+use std::os::fd::AsRawFd as _;
+use std::path::Path;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU64, AtomicUsize};
+use std::{io, ptr};
+
+use lowtide_core::bytes::ByteSize;
+use lowtide_core::file::OwnedFile;
+use lowtide_core::fork::Birth;
+use lowtide_core::kernel::file_size_limit;
+
+use crate::error::HostError;
+use crate::process::{locked, statm};
+
+/// The disk that stays free for others: a full one fails even for blocks that were reserved.
+pub(super) const MARGIN: ByteSize = ByteSize::mib(64);
+/// The least free disk at the start.
+const FREE_MIN: ByteSize = ByteSize::mib(128);
+/// The growth of the arena that is reserved at once. Larger blocks reserve what they take.
+pub(super) const GROWTH_MAX: usize = 8 << 20;
+/// The bytes that the pager writes and drops in one step.
+pub(super) const PIECE: usize = 4 << 20;
+/// The access to pages of the region.
+const ACCESS: i32 = libc::PROT_READ | libc::PROT_WRITE;
+
+/// The mapped file.
+pub(super) struct Region {
+    file: OwnedFile,
+    start: usize,
+    size: usize,
+    birth: Birth,
+    /// The part that jemalloc ever got.
+    taken: AtomicUsize,
+    /// The bytes with blocks on disk.
+    on_disk: AtomicU64,
+    /// The mapped file pages of the process beyond it: its program, libraries and other files.
+    others: AtomicU64,
+}
+
+impl Region {
+    pub(super) fn create(dir: &Path, most: ByteSize) -> Result<Self, HostError> {
+        let dir_text = || dir.display().to_string();
+        let fails =
+            |error: io::Error| HostError::SpillFile { dir: dir_text(), error: error.to_string() };
+        if !locked().is_zero() {
+            // The whole file would be locked.
+            return Err(fails(io::Error::other("the memory is locked (mlockall)")));
+        }
+        let owned = calls::open_nameless(dir).and_then(OwnedFile::new).map_err(fails)?;
+        let file = owned.file();
+        if let Some(kind) = kind_in_memory(file) {
+            return Err(HostError::SpillInMemory { dir: dir_text(), kind });
+        }
+        let most = most.min(file_size_limit());
+        let most = ByteSize::new(most.get() / PIECE as u64 * PIECE as u64);
+        let room = most.min(free_disk(file));
+        if room < FREE_MIN {
+            return Err(HostError::SpillRoom { dir: dir_text(), room, least: FREE_MIN });
+        }
+        file.set_len(most.get()).map_err(fails)?;
+        let (size, flags) = (most.as_usize().unwrap_or(usize::MAX), libc::MAP_SHARED);
+        // SAFETY: a new mapping, at an address that the kernel chooses.
+        let start = unsafe { map(ptr::null_mut(), size, flags, Some(file)) }.map_err(fails)?;
+        // Its pages are exposed to jemalloc by their addresses.
+        let (start, others) = (start.expose_provenance(), AtomicU64::new(mapped_files()));
+        let (birth, taken, on_disk) = (Birth::now(), AtomicUsize::new(0), AtomicU64::new(0));
+        let region = Self { file: owned, start, size, birth, taken, on_disk, others };
+        // Fails if the file system cannot reserve blocks and release them.
+        calls::reserve(region.file.file(), 0, PIECE).map_err(fails)?;
+        calls::release(region.pages(0), PIECE).map_err(fails)?;
+        Ok(region)
+    }
+
+    /// Returns the address of an offset.
+    fn pages(&self, offset: usize) -> *mut c_void {
+        ptr::with_exposed_provenance_mut(self.start + offset)
+    }
+
+    pub(super) const fn contains(&self, at: usize) -> bool {
+        at.wrapping_sub(self.start) < self.size
+    }
+
+    pub(super) fn taken(&self) -> usize {
+        self.taken.load(Relaxed)
+    }
+
+    pub(super) fn on_disk(&self) -> ByteSize {
+        ByteSize::new(self.on_disk.load(Relaxed))
+    }
+
+    /// Returns the bytes of the file that are mapped in memory.
+    pub(super) fn in_memory(&self) -> u64 {
+        mapped_files().saturating_sub(self.others.load(Relaxed))
+    }
+
+    /// Takes the mapped file pages of now for those of other files. No page is in use.
+    pub(super) fn know_others(&self) {
+        self.others.store(mapped_files(), Relaxed);
+    }
+
+    /// Returns `false` in a forked child.
+    pub(super) fn is_here(&self) -> bool {
+        self.birth.is_here()
+    }
+
+    /// Returns `true` if the disk has so many bytes free, and the file is not closed.
+    fn has_room(&self, size: usize) -> bool {
+        let is_free = || free_disk(self.file.file()) >= ByteSize::of(size).saturating_add(MARGIN);
+        self.is_here() && self.file.is_own() && is_free()
+    }
+
+    /// Reserves blocks on disk for a part of the region, if there is room.
+    pub(super) fn reserve(&self, at: usize, size: usize) -> bool {
+        let is_done =
+            self.has_room(size) && calls::reserve(self.file.file(), at - self.start, size).is_ok();
+        self.on_disk.fetch_add(if is_done { size as u64 } else { 0 }, Relaxed);
+        is_done
+    }
+
+    /// Releases the blocks of a part of the region that holds no block of jemalloc, also once the
+    /// file is closed.
+    pub(super) fn release(&self, at: usize, size: usize) -> bool {
+        let is_done = self.is_here() && calls::release(self.pages(at - self.start), size).is_ok();
+        self.on_disk.fetch_sub(if is_done { size as u64 } else { 0 }, Relaxed);
+        is_done
+    }
+
+    /// Takes a part of the region that jemalloc never got, at `place` unless that is 0. Returns its
+    /// address, and `true` if its blocks are reserved, as they must be if `must` is set.
+    pub(super) fn take(
+        &self,
+        place: usize,
+        size: usize,
+        align: usize,
+        must: bool,
+    ) -> Option<(*mut c_void, bool)> {
+        if !self.has_room(size) {
+            return None;
+        }
+        let from = |taken: usize| (self.start + taken).next_multiple_of(align);
+        let next = |taken| {
+            let (at, end) = (from(taken), (from(taken) - self.start).checked_add(size)?);
+            (end <= self.size && (place == 0 || place == at)).then_some(end)
+        };
+        let at = from(self.taken.fetch_update(Relaxed, Relaxed, next).ok()?);
+        let is_reserved = (must || size <= GROWTH_MAX) && self.reserve(at, size);
+        (is_reserved || !must).then_some((self.pages(at - self.start), is_reserved))
+    }
+
+    /// Writes a piece, waits for it and drops it from memory; the next ones are written meanwhile.
+    pub(super) fn page_out(&self, piece: usize, top: usize) -> io::Result<()> {
+        let write = |offset, waits| calls::write(self.file.file(), offset, PIECE, waits);
+        let written = write((piece + 4 * PIECE) % top, false).and_then(|()| write(piece, true));
+        if written.is_err() && self.file.is_own() {
+            return written;
+        }
+        calls::drop_from_memory(self.pages(piece), PIECE);
+        Ok(())
+    }
+
+    /// Maps the file privately, at the same addresses. Returns `true` if it did.
+    pub(super) fn map_privately(&self) -> bool {
+        let (at, flags) = (self.pages(0), libc::MAP_PRIVATE | libc::MAP_FIXED);
+        // SAFETY: the same file at the same addresses: a block has the contents that it has in the
+        // parent.
+        self.file.is_own() && unsafe { map(at, self.size, flags, Some(self.file.file())) }.is_ok()
+    }
+}
+
+/// Maps a file, or anonymous memory.
+///
+/// # Safety
+/// With `MAP_FIXED`, nothing may rely on what is mapped there.
+unsafe fn map(
+    at: *mut c_void,
+    size: usize,
+    flags: i32,
+    file: Option<&File>,
+) -> io::Result<*mut c_void> {
+    let (flags, handle) = (flags | libc::MAP_NORESERVE, file.map_or(-1, |file| file.as_raw_fd()));
+    // SAFETY: as the caller promises.
+    let start = unsafe { libc::mmap(at, size, ACCESS, flags, handle, 0) };
+    if start == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(start) }
+}
+
+/// Returns new anonymous pages, or null.
+pub(super) fn anonymous(size: usize, align: usize) -> *mut c_void {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    let Some(all) = size.checked_add(align) else { return ptr::null_mut() };
+    // SAFETY: a new mapping, at an address that the kernel chooses.
+    let Ok(start) = (unsafe { map(ptr::null_mut(), all, flags, None) }) else {
+        return ptr::null_mut();
+    };
+    let before = start.addr().next_multiple_of(align) - start.addr();
+    let pages = start.wrapping_byte_add(before);
+    for (at, size) in [(start, before), (pages.wrapping_byte_add(size), align - before)] {
+        if size > 0 {
+            // SAFETY: a part of the new mapping that is not returned.
+            unsafe { libc::munmap(at, size) };
+        }
+    }
+    pages
+}
+
+/// Returns the mapped file pages of the process that are in memory.
+fn mapped_files() -> u64 {
+    statm().map_or(0, |now| now.rss.saturating_sub(now.anon).get())
+}
+
+fn free_disk(file: &File) -> ByteSize {
+    let mut found = MaybeUninit::<libc::statvfs>::uninit();
+    // SAFETY: an open file, and room for the answer.
+    if unsafe { libc::fstatvfs(file.as_raw_fd(), found.as_mut_ptr()) } != 0 {
+        return ByteSize::ZERO;
+    }
+    // SAFETY: written, as a result of 0 means.
+    let found = unsafe { found.assume_init() };
+    #[allow(clippy::useless_conversion, reason = "32 bits on macOS")]
+    let blocks = found.f_bavail.into();
+    ByteSize::new(found.f_frsize).checked_mul(blocks).unwrap_or(ByteSize::MAX)
+}
+
+/// Returns the file system's name if its files are memory.
+fn kind_in_memory(file: &File) -> Option<&'static str> {
+    let mut found = MaybeUninit::<libc::statfs>::uninit();
+    // SAFETY: an open file, and room for the answer.
+    if unsafe { libc::fstatfs(file.as_raw_fd(), found.as_mut_ptr()) } != 0 {
+        return None;
+    }
+    // SAFETY: written, as a result of 0 means.
+    match i128::from(unsafe { found.assume_init() }.f_type) {
+        0x0102_1994 => Some("tmpfs"),
+        0x8584_58f6 => Some("ramfs"),
+        _ => None,
+    }
+}
+
+/// The system calls that only Linux has.
+#[cfg(target_os = "linux")]
+mod calls {
+    use std::ffi::{c_int, c_void};
+    use std::fs::{File, OpenOptions};
+    use std::io;
+    use std::os::fd::AsRawFd as _;
+    use std::os::unix::fs::OpenOptionsExt as _;
+    use std::path::Path;
+
+    fn result(status: c_int) -> io::Result<()> {
+        if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    pub(super) fn open_nameless(dir: &Path) -> io::Result<File> {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(dir)
+    }
+
+    /// Reserves blocks; the file has its size from the start.
+    pub(super) fn reserve(file: &File, at: usize, size: usize) -> io::Result<()> {
+        let (at, size) = (at.cast_signed() as i64, size.cast_signed() as i64);
+        // SAFETY: it changes no contents.
+        result(unsafe { libc::fallocate(file.as_raw_fd(), libc::FALLOC_FL_KEEP_SIZE, at, size) })
+    }
+
+    /// Releases the blocks of pages that nothing uses, which read as zeros afterwards.
+    pub(super) fn release(pages: *mut c_void, size: usize) -> io::Result<()> {
+        // SAFETY: nothing uses them.
+        result(unsafe { libc::madvise(pages, size, libc::MADV_REMOVE) })
+    }
+
+    /// Starts to write pages of the file, and waits until they are written if `waits` is set.
+    pub(super) fn write(file: &File, at: usize, size: usize, waits: bool) -> io::Result<()> {
+        let (before, after) = (libc::SYNC_FILE_RANGE_WAIT_BEFORE, libc::SYNC_FILE_RANGE_WAIT_AFTER);
+        let flags = libc::SYNC_FILE_RANGE_WRITE | if waits { before | after } else { 0 };
+        let (at, size) = (at.cast_signed() as i64, size.cast_signed() as i64);
+        // SAFETY: it changes no contents.
+        result(unsafe { libc::sync_file_range(file.as_raw_fd(), at, size, flags) })
+    }
+
+    pub(super) fn drop_from_memory(pages: *mut c_void, size: usize) {
+        // SAFETY: pages that are dropped are read again when used.
+        unsafe { libc::madvise(pages, size, libc::MADV_PAGEOUT) };
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+mod calls {
+    use std::ffi::c_void;
+    use std::fs::File;
+    use std::io::{ErrorKind, Result};
+    use std::path::Path;
+
+    pub(super) fn open_nameless(_: &Path) -> Result<File> {
+        Err(ErrorKind::Unsupported.into())
+    }
+    pub(super) fn reserve(_: &File, _: usize, _: usize) -> Result<()> {
+        Err(ErrorKind::Unsupported.into())
+    }
+    pub(super) fn release(_: *mut c_void, _: usize) -> Result<()> {
+        Err(ErrorKind::Unsupported.into())
+    }
+    pub(super) fn write(_: &File, _: usize, _: usize, _: bool) -> Result<()> {
+        Err(ErrorKind::Unsupported.into())
+    }
+    pub(super) fn drop_from_memory(_: *mut c_void, _: usize) {}
+}
