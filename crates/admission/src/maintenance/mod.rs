@@ -424,9 +424,10 @@ impl Maintenance {
         let mut jobs = Jobs::default();
         decided.chain(self.climb(now)).flatten().for_each(|job| jobs.insert(job));
         let due = self.post_due(&tick, &mut jobs);
-        let active_tick = self.settings.active_tick;
+        let Settings { active_tick, idle_tick, .. } = self.settings;
         let is_active = self.is_active(&tick, last.physical);
-        let step = self.jittered(if is_active { active_tick } else { self.settings.idle_tick });
+        // A quiet service is not woken between its periodic jobs and its ticks.
+        let step = if is_active { self.jittered(active_tick) } else { idle_tick };
         // A job that is already due has been posted: check again after an active tick at the
         // earliest.
         let next = due.max(now + active_tick).min(now + step);

@@ -34,8 +34,8 @@ pub struct Settings {
     pub active_tick: Duration,
     /// Time between samples otherwise. Default: 250 ms.
     pub idle_tick: Duration,
-    /// The largest fraction by which the time between samples is shortened at random, so that the
-    /// services of a fleet do not sample and purge in step; in [0, 0.5]. Default: 0.
+    /// The largest fraction by which `active_tick` is shortened at random, so that the services of
+    /// a fleet do not sample and purge in step; in [0, 0.5]. Default: 0.
     pub jitter: f64,
     /// The fraction of a core that sampling may take, in (0, 1]. Ticks are less frequent if they
     /// cost more. Default: .01.

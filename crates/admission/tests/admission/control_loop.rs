@@ -465,6 +465,7 @@ fn a_limit_that_cannot_be_read_for_a_moment_admitted_everybody() {
 fn steps_are_shortened_at_random_and_never_drawn_out() {
     let settings = Settings { publish_interval: None, jitter: 0.1, ..Settings::default() };
     let mut rig = Rig::new(settings, ByteSize::gib(1), ByteSize::mib(10));
+    let _held = rig.admission.try_admit(Cost::host(ByteSize::mib(1))).expect("fits");
     let mut steps = Vec::new();
     for _ in 0..200 {
         let now = rig.clock.now();
@@ -475,9 +476,25 @@ fn steps_are_shortened_at_random_and_never_drawn_out() {
     }
     steps.sort_unstable();
     let (least, most) = (steps[0], steps[199]);
-    assert!(least >= 225 * MILLI && most <= 250 * MILLI, "{least:?} to {most:?}");
+    assert!(least >= 9 * MILLI && most <= 10 * MILLI, "{least:?} to {most:?}");
     // Of 200 draws none in the first or the last fifth: one in 10^19.
-    assert!(least < 230 * MILLI && most > 245 * MILLI, "{least:?} to {most:?}");
+    assert!(least * 10 < 92 * MILLI && most * 10 > 98 * MILLI, "{least:?} to {most:?}");
+}
+
+/// The bug: publication came between two ticks, so that a quiet service was woken for each.
+#[test]
+fn a_quiet_service_ticks_four_times_a_second() {
+    let settings = Settings { jitter: 0.1, ..Settings::default() };
+    let mut rig = Rig::new(settings, ByteSize::gib(1), ByteSize::mib(10));
+    let mut ticks = 0;
+    while rig.clock.now() < Moment::ORIGIN + Duration::from_secs(10) {
+        let now = rig.clock.now();
+        let _ = rig.maintenance.tick(now);
+        ticks += 1;
+        // The timer is late.
+        rig.clock.advance(rig.maintenance.next_tick() - now + MILLI);
+    }
+    assert_eq!(ticks, 40);
 }
 
 #[test]
