@@ -4,14 +4,14 @@
 //! What never changes is [`RequestTerms`], what it uses is [`RequestHolds`], and what it does or
 //! waits for is one word, [`Progress`]. A few byte counts are read without the lock.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::task::Waker;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
+use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicU16, AtomicU64, Ordering};
-use crate::sync::{Mutex, lock};
 use lowtide_admission::layer::{AdmissionState, Turn, Waiting};
 use lowtide_admission::learning::{Compared, Room, SlowStartPermit};
 use lowtide_admission::{Admission, Permit, Priority, Rejected, RequestPhase};
@@ -254,7 +254,8 @@ impl Admitted {
 
     /// Called when the last handle of the permit is dropped.
     fn ended(&mut self, memory: AccountMemory) {
-        let mut held = lock(&self.held);
+        let claim = self.claim();
+        let held = self.held.get_mut().unwrap_or_else(PoisonError::into_inner);
         if !memory.live.is_zero() {
             self.state.outlive(memory.live);
         }
@@ -264,7 +265,7 @@ impl Admitted {
         let Some(need) = held.holds.need.take() else { return };
         let RequestTerms { origin, is_measured, .. } = &self.terms;
         if !memory.spilled.is_zero() {
-            let (method, route, claim) = (&origin.method, &origin.route, self.claim());
+            let RequestOrigin { method, route, .. } = origin;
             log!(
                 warn,
                 %method, %route, %claim, peak = %memory.peak, spilled = %memory.spilled,
@@ -272,9 +273,8 @@ impl Admitted {
             );
         }
         if *is_measured {
-            let bytes = (memory.peak, self.claim());
             let succeeded = held.answer == Some(true);
-            usage::add(&held.holds.permit, origin, &need, succeeded, bytes);
+            usage::add(&held.holds.permit, origin, &need, succeeded, (memory.peak, claim));
         }
         let measured = is_measured.then_some(memory.peak);
         if held.cancelled.is_some() || held.has_taught {
