@@ -480,3 +480,43 @@ fn a_poll_that_outgrows_its_claim_goes_on_on_disk() {
     assert!(reserved < ByteSize::mib(16) && has_room, "{reserved}");
     assert!(memory.shutdown_blocking(Duration::from_secs(10)).is_clean());
 }
+
+/// The bug: a request that had spilled taught its route that it needed little memory. After eight of
+/// them the route reserved next to nothing, also once there was room.
+#[test]
+fn what_spilled_is_no_evidence_of_a_need_below_the_claim() {
+    let (clock, tree) = (Arc::new(SystemClock::new()), Tree::new(ByteSize::mib(256)));
+    tree.hold(170);
+    let builder = Memory::builder().clock(clock.clone()).signals(tree.open());
+    let builder = builder.spill_dir(env!("CARGO_TARGET_TMPDIR")).spill_max(ByteSize::mib(512));
+    let memory = builder.device(DeviceChoice::None).start().expect("starts");
+    let claims = Arc::new(Mutex::new(Vec::new()));
+    let seen = Arc::clone(&claims);
+    let answer = move |_: Asked| {
+        let seen = Arc::clone(&seen);
+        async move {
+            let permit = RequestPermit::current().expect("it is measured");
+            let claim = permit.reserved();
+            drop(block(40)); // more than there is room for
+            permit.check().expect("it goes on");
+            let spilled = permit.memory().expect("measured").spilled;
+            seen.lock().expect("no panic").push((claim, spilled));
+        }
+    };
+    let mut service = service(memory.admission(), clock, handler(answer), true);
+    let mut call = |path| {
+        let mut call = service(path, ByteSize::mib(2));
+        assert_eq!(poll(&mut call), Poll::Ready(StatusCode::OK));
+    };
+    until("the pager runs", || {
+        call("/warm");
+        lowtide_heap::spilled().1 > 0
+    });
+    claims.lock().expect("no panic").clear();
+    (0..12).for_each(|_| call("/large"));
+    let claims = claims.lock().expect("no panic");
+    assert!(claims.iter().all(|(_, spilled)| *spilled >= ByteSize::mib(40)), "{claims:?}");
+    let (last, _) = claims.last().expect("twelve ran");
+    assert!(*last >= ByteSize::mib(4), "{claims:?}");
+    assert!(memory.shutdown_blocking(Duration::from_secs(10)).is_clean());
+}

@@ -276,7 +276,8 @@ impl Admitted {
             let succeeded = held.answer == Some(true);
             usage::add(&held.holds.permit, origin, &need, succeeded, (memory.peak, claim));
         }
-        let measured = is_measured.then_some(memory.peak);
+        // What spilled is no evidence of a need below the claim.
+        let measured = is_measured.then_some(memory.peak.max(self.claim().min(memory.spilled)));
         if held.cancelled.is_some() || held.has_taught {
             // It might have needed more.
             return need.learn_at_least(held.reported.max(measured).unwrap_or_default());
