@@ -70,7 +70,7 @@ pub enum StartError {
         max: usize,
     },
     /// [`Builder::spill_dir`](super::Builder::spill_dir) is set, but its folder cannot be used.
-    #[error(transparent)]
+    #[error("spill_dir: {0}")]
     Spill(HostError),
     /// The Prometheus recorder could not be installed.
     #[error(

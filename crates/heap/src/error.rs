@@ -126,19 +126,25 @@ pub enum HostError {
         /// The kind of file system.
         kind: &'static str,
     },
-    /// The disk, or the limit of a file's size (`ulimit -f`), has too little room for spilled
-    /// memory.
-    #[error("cannot spill to {dir}: room for {room}, expected at least {least}")]
+    /// The configured maximum, the limit of a file's size (`ulimit -f`) or the disk leaves too
+    /// little room for spilled memory.
+    #[error(
+        "cannot spill to {dir}: the configured maximum, ulimit -f and the free disk leave room for \
+         {room}; expected at least {least}"
+    )]
     SpillRoom {
         /// The folder.
         dir: String,
-        /// The free disk, or the limit.
+        /// The least of the three.
         room: ByteSize,
         /// The least.
         least: ByteSize,
     },
     /// The file for spilled memory could not be created or mapped.
-    #[error("cannot spill to {dir}: {error}")]
+    #[error(
+        "cannot spill to {dir}: {error}; expected a writable folder, a file system with O_TMPFILE \
+         and fallocate, and no mlockall"
+    )]
     SpillFile {
         /// The folder.
         dir: String,
