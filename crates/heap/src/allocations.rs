@@ -110,14 +110,6 @@ fn counted(text: &str) -> Option<(u64, u64)> {
     Some((blocks.trim().parse().ok()?, rest.split_whitespace().next()?.parse().ok()?))
 }
 
-fn check_active() -> Result<(), HostError> {
-    match profiler() {
-        Profiler::Active { .. } => Ok(()),
-        Profiler::NotBuilt => Err(HostError::NoProfiler),
-        _ => Err(HostError::ProfilerNotActive),
-    }
-}
-
 /// Writes the profile of the live heap to a new file, as text for `jeprof` and
 /// [`AllocationProfile::parse`]. Only the owner may read it. Blocks this thread for some
 /// milliseconds, and longer if the disk is slow; other threads wait for parts of the
@@ -141,7 +133,11 @@ static TAKING: Mutex<()> = Mutex::new(());
 /// Writes the profile to a file in memory. jemalloc holds locks of the profiler while it
 /// writes, for which any thread that allocates may wait, so it must not write to a disk.
 fn dump() -> Result<OwnedFile, HostError> {
-    check_active()?;
+    match profiler() {
+        Profiler::Active { .. } => {}
+        Profiler::NotBuilt => return Err(HostError::NoProfiler),
+        _ => return Err(HostError::ProfilerNotActive),
+    }
     let Ok(_taking) = TAKING.try_lock() else { return Err(HostError::ProfileBusy) };
     let limit = file_size_limit();
     if limit < PROFILE_TEXT_MAX {

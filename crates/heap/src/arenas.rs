@@ -17,7 +17,6 @@
 
 use std::cell::RefCell;
 use std::ffi::CStr;
-use std::fmt;
 use std::future::poll_fn;
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,11 +28,10 @@ use lowtide_core::decay::DecayTime;
 use lowtide_core::fork::{self, Birth};
 
 use super::conf::decay_to_ms;
-use super::error::HostError;
+use super::error::{HostError, check_birth};
 use super::mallctl::{self as ctl, ARENA_LIMIT, ARENA_NAME_MAX};
 use super::recall::flush_thread_cache;
 use super::redirect::{self, Redirected};
-use super::stats::refresh;
 
 /// A jemalloc arena for one purpose, such as a model.
 ///
@@ -55,12 +53,13 @@ use super::stats::refresh;
 /// arena.retire().map_err(|(_, cause)| cause)?; // releases all its memory
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Debug)]
 pub struct HostArena {
     index: u32,
     name: ArenaName,
     birth: Birth,
 }
+
+lowtide_core::debug_as!(HostArena, |it| index: it.index, name: it.name(), birth: it.birth);
 
 /// Memory of an arena at the last refresh of jemalloc's statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -109,12 +108,6 @@ impl ArenaName {
     }
 }
 
-impl fmt::Debug for ArenaName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(self.text(), f)
-    }
-}
-
 /// The state of an index.
 #[derive(Clone, Copy)]
 struct ArenaSlot {
@@ -158,7 +151,7 @@ impl Slots {
         let kept = (0..).zip(self.known().iter());
         let mut kept = kept.filter(|(_, slot)| slot.is_kept && !slot.is_bound).peekable();
         // Its remaining pages may be free by now.
-        let _ = kept.peek().map(|_| refresh());
+        let _ = kept.peek().map(|_| ctl::EPOCH.exchange(1));
         let pages = |index| ctl::STATS_ARENA_ACTIVE_PAGES.read_of(index).unwrap_or(usize::MAX);
         kept.map(|(index, _)| index).min_by_key(|&index| pages(index))
     }
@@ -221,7 +214,7 @@ impl HostArena {
         let arena = Self { index, name: text, birth: Birth::now() };
         slots.put(index, ArenaSlot { name: text, ..ArenaSlot::NONE });
         // Refresh, so that iterations over all arenas find figures of each.
-        let refreshed = refresh();
+        let refreshed = ctl::EPOCH.exchange(1);
         drop(slots);
         // From here on, dropping `arena` returns the index.
         refreshed?;
@@ -255,7 +248,7 @@ impl HostArena {
     /// [`HostError`] if the thread cannot be bound; the closure has not run.
     /// [`HostError::ArenasByCpu`] if jemalloc runs with `percpu_arena`.
     pub fn scope<T>(&self, act: impl FnOnce() -> T) -> Result<T, HostError> {
-        self.check_birth()?;
+        check_birth(self.birth)?;
         if let Some(found) = ctl::OPT_PERCPU_ARENA.read()?.filter(|mode| *mode != "disabled") {
             return Err(HostError::ArenasByCpu { found });
         }
@@ -304,7 +297,7 @@ impl HostArena {
     /// [`HostError::NotRedirected`] if [`Heap`](super::Heap) is not the global allocator or the
     /// system is not Linux, [`HostError::Forked`] in a forked child; the closure has not run.
     pub fn scope_uncached<T>(&self, act: impl FnOnce() -> T) -> Result<T, HostError> {
-        self.check_birth()?;
+        check_birth(self.birth)?;
         if !redirect::is_served() {
             return Err(HostError::NotRedirected);
         }
@@ -339,8 +332,8 @@ impl HostArena {
     /// # Errors
     /// [`HostError`] if jemalloc refuses a control.
     pub fn stats(&self) -> Result<HostArenaStats, HostError> {
-        self.check_birth()?;
-        refresh()?;
+        check_birth(self.birth)?;
+        ctl::EPOCH.exchange(1)?;
         stats_of(self.index)
     }
 
@@ -350,7 +343,7 @@ impl HostArena {
     /// # Errors
     /// [`HostError`] if jemalloc refuses a control.
     pub fn all() -> Result<Vec<(String, HostArenaStats)>, HostError> {
-        refresh()?;
+        ctl::EPOCH.exchange(1)?;
         Self::all_as_refreshed()
     }
 
@@ -368,7 +361,7 @@ impl HostArena {
     /// # Errors
     /// [`HostError`] if jemalloc refuses.
     pub fn purge(&self) -> Result<(), HostError> {
-        self.check_birth()?;
+        check_birth(self.birth)?;
         flush_thread_cache()?;
         // SAFETY: a purge releases pages without blocks, and no other.
         unsafe { ctl::ARENA_PURGE.perform_in(self.index) }
@@ -380,7 +373,7 @@ impl HostArena {
     /// # Errors
     /// [`HostError`] if jemalloc refuses.
     pub fn set_decay(&self, time: DecayTime) -> Result<(), HostError> {
-        self.check_birth()?;
+        check_birth(self.birth)?;
         ctl::ARENA_DIRTY_DECAY.write_in(self.index, decay_to_ms(time))
     }
 
@@ -392,24 +385,22 @@ impl HostArena {
     /// The arena, purged, with [`HostError::ArenaInUse`], [`HostError::ThreadBound`] or what
     /// jemalloc refused.
     pub fn retire(mut self) -> Result<(), (Self, HostError)> {
-        match self.destroy() {
-            Ok(()) => {
-                let _gone = ManuallyDrop::new(self); // a plain value: its index is jemalloc's again
-                Ok(())
-            }
-            Err(cause) => Err((self, cause)),
+        if let Err(cause) = self.destroy() {
+            return Err((self, cause));
         }
+        let _gone = ManuallyDrop::new(self); // a plain value: its index is jemalloc's again
+        Ok(())
     }
 
     fn destroy(&mut self) -> Result<(), HostError> {
-        self.check_birth()?;
+        check_birth(self.birth)?;
         self.purge()?;
         let mut slots = keep();
         let is_bound = slots.slots.get(self.index as usize).is_none_or(|slot| slot.is_bound);
         if is_bound {
             return Err(HostError::ThreadBound);
         }
-        refresh()?;
+        ctl::EPOCH.exchange(1)?;
         let page = ctl::ARENAS_PAGE.read()?;
         let active = ctl::STATS_ARENA_ACTIVE_PAGES.read_of(self.index)?;
         if active > 0 {
@@ -428,10 +419,6 @@ impl HostArena {
     #[cfg(feature = "allocator-api2")]
     pub(super) const fn index(&self) -> u32 {
         self.index
-    }
-
-    fn check_birth(&self) -> Result<(), HostError> {
-        if self.birth.is_here() { Ok(()) } else { Err(HostError::Forked) }
     }
 }
 

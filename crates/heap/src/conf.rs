@@ -107,11 +107,9 @@ fn set_decay(
 fn set_max_threads(settings: &HeapSettings) -> Result<Option<Difference>, HostError> {
     let supported = background_threads_supported();
     let at_start = ctl::OPT_MAX_BACKGROUND_THREADS.read()?;
-    let possible = |asked: u32| asked > 0 && asked as usize <= at_start;
-    if let Some(asked) =
-        settings.max_background_threads.filter(|&asked| supported && possible(asked))
-    {
-        ctl::MAX_BACKGROUND_THREADS.write(asked as usize)?;
+    let asked = settings.max_background_threads.map_or(0, |asked| asked as usize);
+    if supported && (1..=at_start).contains(&asked) {
+        ctl::MAX_BACKGROUND_THREADS.write(asked)?;
     }
     let found = if supported { ctl::MAX_BACKGROUND_THREADS.read()? } else { 0 };
     let found = u32::try_from(found).unwrap_or(u32::MAX);

@@ -9,6 +9,7 @@ use std::fmt;
 use std::io;
 
 use lowtide_core::bytes::ByteSize;
+use lowtide_core::fork::Birth;
 use thiserror::Error;
 
 use super::mallctl::{ARENA_LIMIT, ARENA_NAME_MAX};
@@ -159,6 +160,11 @@ pub enum HostError {
         /// The expected content.
         expected: &'static str,
     },
+}
+
+/// Returns an error in a child that was forked since the birth.
+pub(super) fn check_birth(birth: Birth) -> Result<(), HostError> {
+    if birth.is_here() { Ok(()) } else { Err(HostError::Forked) }
 }
 
 impl From<io::Error> for HostError {

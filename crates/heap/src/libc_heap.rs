@@ -33,9 +33,7 @@ pub fn libc_heap() -> Result<LibcHeap, Unsupported> {
 
 /// Makes glibc release every whole free page; returns `true` if it reports that it released
 /// something (which it does even if those pages had been released before).
-pub(super) fn trim() -> Result<bool, Unsupported> {
-    platform::trim()
-}
+pub(super) use platform::trim;
 
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 #[expect(unsafe_code, reason = "glibc's malloc_trim and mallinfo2 are C calls")]
@@ -50,7 +48,7 @@ mod platform {
     /// `struct mallinfo2 mallinfo2(void)`. Safe to call: the code that creates one guarantees that.
     type Info = extern "C" fn() -> libc::mallinfo2;
 
-    pub(super) fn trim() -> Result<bool, Unsupported> {
+    pub(crate) fn trim() -> Result<bool, Unsupported> {
         // SAFETY: any thread may call it with any number ("MT-Safe", malloc_trim(3)): only pages
         // without a block are released. 0 keeps the least at the top of the heap.
         Ok(unsafe { libc::malloc_trim(0) } != 0)
@@ -117,7 +115,7 @@ mod without_glibc {
         if is_linux { Unsupported::NotGlibc } else { Unsupported::NotLinux }
     }
 
-    pub(super) const fn trim() -> Result<bool, Unsupported> {
+    pub(crate) const fn trim() -> Result<bool, Unsupported> {
         Err(reason(cfg!(target_os = "linux")))
     }
 

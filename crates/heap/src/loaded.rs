@@ -113,11 +113,8 @@ fn build_id_in(mut notes: &[u8]) -> Option<String> {
 fn number(bytes: &[u8], at: usize, length: usize) -> Option<u64> {
     let mut number = [0; 8];
     let bytes = bytes.get(at..at + length)?;
-    if cfg!(target_endian = "little") {
-        number[..length].copy_from_slice(bytes);
-    } else {
-        number[8 - length..].copy_from_slice(bytes);
-    }
+    let low = if cfg!(target_endian = "little") { 0 } else { 8 - length };
+    number[low..low + length].copy_from_slice(bytes);
     Some(u64::from_ne_bytes(number))
 }
 

@@ -286,6 +286,11 @@ impl<T: Number, const N: usize> Key<T, N> {
         // SAFETY: as in `read_by`: the control expects a `T`.
         unsafe { self.write_raw(numbers, Some(value)) }
     }
+
+    /// Writes the value in one arena; refused as in `read_in`.
+    pub(crate) fn write_in(&self, arena: u32, value: T) -> Result<(), HostError> {
+        self.write_by(&self.numbers_with(1, arena)?, value)
+    }
 }
 
 impl<T: Readable, const N: usize> Key<T, N> {
@@ -313,20 +318,11 @@ impl<T: Readable, const N: usize> Key<T, N> {
     pub(crate) fn read_class(&self, class: u32) -> Result<T, HostError> {
         self.read_by(&self.numbers_with(N.saturating_sub(2), class)?)
     }
-}
 
-impl<T: Readable> Key<T, 3> {
     /// Returns the value in one arena, for a control named `arena.0.*`. Refused if no arena is
     /// initialised at the index (EFAULT), except for the hooks: those are jemalloc's own then.
     pub(crate) fn read_in(&self, arena: u32) -> Result<T, HostError> {
         self.read_by(&self.numbers_with(1, arena)?)
-    }
-}
-
-impl<T: Number> Key<T, 3> {
-    /// Writes the value in one arena; refused likewise.
-    pub(crate) fn write_in(&self, arena: u32, value: T) -> Result<(), HostError> {
-        self.write_by(&self.numbers_with(1, arena)?, value)
     }
 }
 

@@ -254,19 +254,11 @@ enum Takes {
 }
 
 macro_rules! knob {
-    ($name:literal, $least:literal, $most:literal, $unit:literal) => {
+    ($name:literal, $min:literal, $max:literal, $unit:literal) => {
         Knob {
             name: $name,
-            takes: Takes::Number($least, $most),
-            expected: concat!(
-                $name,
-                " takes a whole number",
-                $unit,
-                " from ",
-                $least,
-                " to ",
-                $most
-            ),
+            takes: Takes::Number($min, $max),
+            expected: concat!($name, " takes a whole number", $unit, " from ", $min, " to ", $max),
         }
     };
     ($name:literal, $words:literal) => {

@@ -165,11 +165,8 @@ pub fn decay_tick() -> Result<(), HostError> {
 
 /// The inexactness of the kernel's figure of resident memory.
 fn inexactness() -> ByteSize {
-    kernel::resident_error(kernel::online_cpus().unwrap_or(1), page_size())
-}
-
-fn page_size() -> ByteSize {
-    kernel::page_size().unwrap_or_default()
+    let page = kernel::page_size().unwrap_or_default();
+    kernel::resident_error(kernel::online_cpus().unwrap_or(1), page)
 }
 
 /// Returns the bytes that glibc released, trimmed by `trim`, and the duration.

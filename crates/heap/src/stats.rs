@@ -10,7 +10,7 @@ use lowtide_core::bytes::ByteSize;
 use lowtide_core::fork::Birth;
 
 use super::arenas::stats_of;
-use super::error::HostError;
+use super::error::{HostError, check_birth};
 use super::{mallctl as ctl, spill};
 
 /// The heap at one instant.
@@ -116,10 +116,10 @@ impl HeapProbe {
     /// [`HostError::Forked`] in a child of the process that created the probe;
     /// [`HostError::Mallctl`] if jemalloc refuses a control.
     pub fn snapshot(&self) -> Result<HeapSnapshot, HostError> {
-        self.check_birth()?;
+        check_birth(self.birth)?;
         let mut snapshot = HeapSnapshot::default();
         for _ in 0..READINGS_MAX {
-            let epoch = refresh()?;
+            let epoch = ctl::EPOCH.exchange(1)?;
             snapshot = self.read()?;
             if ctl::EPOCH.read()? == epoch {
                 break;
@@ -134,9 +134,31 @@ impl HeapProbe {
     /// # Errors
     /// The errors of [`snapshot`](Self::snapshot).
     pub fn active(&self) -> Result<ByteSize, HostError> {
-        self.check_birth()?;
+        check_birth(self.birth)?;
         let active = ByteSize::of(ctl::APPROXIMATE_ACTIVE.read()?);
         Ok(active.saturating_sub(self.pages(spill::active_pages())))
+    }
+
+    /// Calls `each` for every size class, smallest first. Does not allocate.
+    ///
+    /// Refreshes the statistics once, and reads five values for each of about 36 classes, which
+    /// adds 6 us: call it on demand or once a minute, not for every scrape.
+    ///
+    /// # Errors
+    /// The errors of [`HeapProbe::snapshot`].
+    pub fn each_class(&self, mut each: impl FnMut(HeapSizeClass)) -> Result<(), HostError> {
+        check_birth(self.birth)?;
+        ctl::EPOCH.exchange(1)?;
+        for class in 0..ctl::ARENAS_CLASSES.read()? {
+            each(HeapSizeClass {
+                size: ByteSize::of(ctl::CLASS_SIZE.read_class(class)?),
+                blocks: ctl::STATS_CLASS_BLOCKS.read_class(class)? as u64,
+                groups: ctl::STATS_CLASS_GROUPS.read_class(class)? as u64,
+                group_bytes: ByteSize::of(ctl::CLASS_GROUP_BYTES.read_class(class)?),
+                group_blocks: u64::from(ctl::CLASS_GROUP_BLOCKS.read_class(class)?),
+            });
+        }
+        Ok(())
     }
 
     /// The statistics of the last epoch.
@@ -168,15 +190,6 @@ impl HeapProbe {
     fn pages(&self, count: usize) -> ByteSize {
         self.page.checked_mul(count as u64).unwrap_or(ByteSize::MAX)
     }
-
-    pub(super) fn check_birth(&self) -> Result<(), HostError> {
-        if self.birth.is_here() { Ok(()) } else { Err(HostError::Forked) }
-    }
-}
-
-/// Refreshes the statistics and returns the number of the epoch that began.
-pub(super) fn refresh() -> Result<u64, HostError> {
-    ctl::EPOCH.exchange(1)
 }
 
 // The heap's slack by size class: how well the pages of each are filled.
@@ -229,30 +242,6 @@ impl HeapSizeClass {
 /// [`HostError::Mallctl`] if jemalloc refuses.
 pub fn thread_totals() -> Result<(u64, u64), HostError> {
     Ok((ctl::THREAD_ALLOCATED.read()?, ctl::THREAD_DEALLOCATED.read()?))
-}
-
-impl HeapProbe {
-    /// Calls `each` for every size class, smallest first. Does not allocate.
-    ///
-    /// Refreshes the statistics once, and reads five values for each of about 36 classes, which
-    /// adds 6 us: call it on demand or once a minute, not for every scrape.
-    ///
-    /// # Errors
-    /// The errors of [`HeapProbe::snapshot`].
-    pub fn each_class(&self, mut each: impl FnMut(HeapSizeClass)) -> Result<(), HostError> {
-        self.check_birth()?;
-        refresh()?;
-        for class in 0..ctl::ARENAS_CLASSES.read()? {
-            each(HeapSizeClass {
-                size: ByteSize::of(ctl::CLASS_SIZE.read_class(class)?),
-                blocks: ctl::STATS_CLASS_BLOCKS.read_class(class)? as u64,
-                groups: ctl::STATS_CLASS_GROUPS.read_class(class)? as u64,
-                group_bytes: ByteSize::of(ctl::CLASS_GROUP_BYTES.read_class(class)?),
-                group_blocks: u64::from(ctl::CLASS_GROUP_BLOCKS.read_class(class)?),
-            });
-        }
-        Ok(())
-    }
 }
 
 #[cfg(test)]

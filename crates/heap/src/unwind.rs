@@ -47,10 +47,7 @@ use super::error::HostError;
 use super::mallctl::{self as ctl, BacktraceHook};
 
 /// jemalloc's own unwinder.
-static OWN: OnceLock<BacktraceHook> = OnceLock::new();
-
-/// The process in which rules are looked up: the first that installed the hook.
-static BIRTH: OnceLock<Birth> = OnceLock::new();
+static OWN: OnceLock<(BacktraceHook, Birth)> = OnceLock::new();
 
 /// The length of [`libc::pthread_getattr_np`] at most. In the first functions after it, too, the
 /// stack of a thread is not asked for.
@@ -77,9 +74,7 @@ const WORD: u64 = 8;
 /// Installs [`hook`] as the function by which jemalloc walks a stack.
 pub(super) fn install() -> Result<(), HostError> {
     if OWN.get().is_none() {
-        let own = ctl::PROF_BACKTRACE.read()?;
-        let _ = OWN.set(own);
-        let _ = BIRTH.set(Birth::now());
+        let _ = OWN.set((ctl::PROF_BACKTRACE.read()?, Birth::now()));
     }
     // SAFETY: the hook writes within the given room, or passes the arguments on.
     unsafe { ctl::PROF_BACKTRACE.write(hook) }
@@ -190,12 +185,13 @@ impl Registers {
 unsafe extern "C" fn hook(addresses: *mut *mut c_void, count: *mut c_uint, max: c_uint) {
     let registers = Registers::of_this_frame();
     let mut taken: c_uint = 0;
-    let Some(stack) = known_thread_stack() else {
+    let (start, end) = STACK.get();
+    if end == 0 {
         // SAFETY: the caller's arguments.
         unsafe { first_of_thread(addresses, count, max) };
         return;
-    };
-    let is_whole = walk(&stack, registers, |address| {
+    }
+    let is_whole = walk(&(start..end), registers, |address| {
         if taken == max {
             return false;
         }
@@ -209,7 +205,7 @@ unsafe extern "C" fn hook(addresses: *mut *mut c_void, count: *mut c_uint, max: 
     if is_whole {
         // SAFETY: the caller's place for the number.
         unsafe { count.write(taken) };
-    } else if let Some(own) = OWN.get() {
+    } else if let Some((own, _)) = OWN.get() {
         // SAFETY: jemalloc's own hook, with the caller's arguments.
         unsafe { own(addresses, count, max) };
     }
@@ -225,7 +221,7 @@ unsafe extern "C" fn hook(addresses: *mut *mut c_void, count: *mut c_uint, max: 
 /// As for [`hook`].
 #[cold]
 unsafe fn first_of_thread(addresses: *mut *mut c_void, count: *mut c_uint, max: c_uint) {
-    let Some(own) = OWN.get() else { return };
+    let Some((own, _)) = OWN.get() else { return };
     // SAFETY: jemalloc's own hook, with the caller's arguments.
     unsafe { own(addresses, count, max) };
     // SAFETY: the hook has set the number.
@@ -256,12 +252,10 @@ fn walk(stack: &Range<u64>, mut registers: Registers, mut take: impl FnMut(u64) 
     let mut address = registers.instruction;
     // Ends: each frame begins above the one before, within the stack.
     loop {
-        let Rule::Frame { base, size, frame_pointer } = (match Rule::of(address) {
+        let (base, size, frame_pointer) = match Rule::of(address) {
             Rule::End => return true,
             Rule::Other => return false,
-            frame @ Rule::Frame { .. } => frame,
-        }) else {
-            return false;
+            Rule::Frame { base, size, frame_pointer } => (base, size, frame_pointer),
         };
         let begin = match base {
             Base::StackPointer => registers.stack,
@@ -287,16 +281,9 @@ fn walk(stack: &Range<u64>, mut registers: Registers, mut take: impl FnMut(u64) 
 }
 
 thread_local! {
-    /// The addresses of this thread's stack; `(0, 0)` before they are looked for.
+    /// The addresses of this thread's stack; `(0, 0)` before they are looked for, `(1, 1)` if they
+    /// cannot be known.
     static STACK: Cell<(u64, u64)> = const { Cell::new((0, 0)) };
-}
-
-/// Returns the addresses of this thread's stack, none if there is no way to know them; `None` if
-/// they were not looked for.
-#[inline]
-fn known_thread_stack() -> Option<Range<u64>> {
-    let (start, end) = STACK.get();
-    (end != 0).then_some(start..end)
 }
 
 /// Asks the C library for the first address of this thread's stack and the one after the last.
@@ -323,7 +310,7 @@ fn find_thread_stack() -> Option<(u64, u64)> {
 /// `None` in a forked child, in which a thread of the parent may hold the loader's lock.
 #[cold]
 fn look_up(address: u64) -> Option<Rule> {
-    if BIRTH.get().is_some_and(|birth| !birth.is_here()) {
+    if OWN.get().is_some_and(|(_, birth)| !birth.is_here()) {
         return None;
     }
     let mut search = Search { address, rule: Rule::Other, unloaded: 0 };
@@ -472,8 +459,9 @@ mod tests {
     }
 
     fn thread_stack() -> Range<u64> {
-        STACK.set(find_thread_stack().unwrap_or((1, 1)));
-        known_thread_stack().expect("it was looked for")
+        let (start, end) = find_thread_stack().unwrap_or((1, 1));
+        STACK.set((start, end));
+        start..end
     }
 
     /// Returns the same by rules; `None` if a frame has none.
