@@ -24,13 +24,14 @@ use std::cell::Cell;
 use std::fmt;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
-use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::fork::Birth;
 use lowtide_core::sync::{Mutex, lock};
 
+use super::growth::{OUTGROWN, Progress, SPILLING};
 use super::mallctl as ctl;
 use super::spill;
 
@@ -130,7 +131,7 @@ impl<T: 'static> Account<T> {
     /// work that may take much.
     #[cold]
     pub fn run_within<R>(self: &Arc<Self>, most: ByteSize, work: impl FnOnce() -> R) -> R {
-        Progress::begin(|_| most.get());
+        ThreadEntry::begin(|_| most.get());
         let _guard = ProgressGuard;
         self.run(work)
     }
@@ -205,7 +206,7 @@ impl Head {
         {
             switch(counters.read(), current);
             if IS_COUNTED.get() {
-                Progress::begin(|it| it.most.load(Relaxed) - it.taken()[0]);
+                ThreadEntry::begin(|it| it.progress.most.load(Relaxed) - it.taken()[0]);
             }
         }
     }
@@ -223,7 +224,7 @@ impl Head {
     fn charge_disk(&self, now: Totals) {
         let since = SINCE.get();
         let (allocated, freed) = now.since(since);
-        if !is_over(SPILLS) {
+        if !work_is(SPILLING) {
             return self.charge(allocated, self.free_spilled(freed), rise(since, now, allocated));
         }
         // So many bytes were freed outside the spill arena for certain.
@@ -291,50 +292,37 @@ pub fn unmeasured<R>(work: impl FnOnce() -> R) -> R {
     run_for(None, work)
 }
 
-/// What a thread has taken of an amount, readable by other threads.
-struct Progress {
-    /// What it may still take; 0 if it does no such work.
-    most: AtomicU64,
-    /// The thread's net bytes from which it is counted.
-    since: AtomicI64,
-    /// What it had taken when it began to spill, less what was moved to disk since; [`GROWS`] if it
-    /// does not spill.
-    fixed: AtomicI64,
-    /// It outgrows its claim: what it takes beyond `most` counts.
-    outgrows: AtomicBool,
+/// The entry of a thread in [`THREADS`].
+struct ThreadEntry {
+    progress: Progress,
     /// Read by other threads only while the entry is in [`THREADS`], which is locked.
     counters: Counters,
     birth: Birth,
 }
 
-/// The amount follows the thread's counters.
-const GROWS: i64 = i64::MIN;
-
-/// The threads that ever did such work.
-static THREADS: Mutex<Vec<Arc<Progress>>> = Mutex::new(Vec::new());
+/// The threads that ever did work whose progress is read.
+static THREADS: Mutex<Vec<Arc<ThreadEntry>>> = Mutex::new(Vec::new());
 
 /// The thread's entry, which ends with the thread.
-struct ThreadProgress(Option<Arc<Progress>>);
+struct OwnEntry(Option<Arc<ThreadEntry>>);
 
 thread_local! {
-    static PROGRESS: ThreadProgress = unmeasured(ThreadProgress::new);
+    static ENTRY: OwnEntry = unmeasured(OwnEntry::new);
     /// `true` while the thread does such work.
     static IS_COUNTED: Cell<bool> = const { Cell::new(false) };
 }
 
-impl ThreadProgress {
+impl OwnEntry {
     fn new() -> Self {
         let entry = Counters::here().map(|counters| {
-            let (most, since) = (AtomicU64::new(0), AtomicI64::new(0));
-            let (fixed, outgrows) = (AtomicI64::new(GROWS), AtomicBool::new(false));
-            Arc::new(Progress { most, since, fixed, outgrows, counters, birth: Birth::now() })
+            Arc::new(ThreadEntry { progress: Progress::default(), counters, birth: Birth::now() })
         });
         lock(&THREADS).extend(entry.clone());
         Self(entry)
     }
 }
 
-impl Drop for ThreadProgress {
+impl Drop for OwnEntry {
     fn drop(&mut self) {
         // In a forked child a thread that does not exist may hold the lock, and none reads.
         if let Some(own) = self.0.as_ref().filter(|own| own.birth.is_here()) {
@@ -343,47 +331,30 @@ impl Drop for ThreadProgress {
     }
 }
 
-impl Progress {
+impl ThreadEntry {
     fn with(act: impl FnOnce(&Self)) {
-        let _ = PROGRESS.try_with(|it| it.0.as_deref().map(act));
+        let _ = ENTRY.try_with(|it| it.0.as_deref().map(act));
     }
 
     /// Counts on this thread from here on, up to so many bytes, and beyond them if it outgrows its
     /// claim.
     fn begin(most: impl FnOnce(&Self) -> u64) {
         Self::with(|entry| {
-            let most = most(entry);
-            let outgrows = is_over(OUTGROWS);
-            IS_COUNTED.set(most > 0 || outgrows);
-            entry.since.store(entry.counters.read().net(), Relaxed);
-            entry.fixed.store(if is_over(SPILLS) { 0 } else { GROWS }, Relaxed);
-            entry.outgrows.store(outgrows, Relaxed);
-            entry.most.store(most, Release);
+            let (most, states) = (most(entry), WORK.get());
+            IS_COUNTED.set(most > 0 || states & OUTGROWN != 0);
+            entry.progress.begin(most, states, entry.counters.read().net());
         });
     }
 
-    /// Returns what was taken of the amount, and beyond it.
     fn taken(&self) -> [u64; 2] {
-        let most = self.most.load(Acquire);
-        let grown = match self.fixed.load(Relaxed) {
-            GROWS => self.counters.read().net().wrapping_sub(self.since.load(Relaxed)),
-            fixed => fixed,
-        };
-        let grown = grown.max(0).unsigned_abs();
-        let beyond = if self.outgrows.load(Relaxed) { grown.saturating_sub(most) } else { 0 };
-        [most.min(grown), beyond]
+        self.progress.taken(|| self.counters.read().net())
     }
 }
 
-/// The thread's work outgrows its claim.
-pub(super) const OUTGROWS: u8 = 1;
-/// It allocates on disk.
-pub(super) const SPILLS: u8 = 2;
-
-/// Returns `true` if the thread's work has one of these states.
+/// Returns `true` if the thread's work is in one of these states.
 #[inline]
-pub(super) fn is_over(states: u8) -> bool {
-    OVER.get() & states != 0
+pub(super) fn work_is(states: u8) -> bool {
+    WORK.get() & states != 0
 }
 
 /// Passes the account for which the thread runs, and the thread's totals, to `look`; `None` without
@@ -402,54 +373,48 @@ pub(super) fn net_bytes() -> Option<i64> {
 /// Counts what the thread's work takes also beyond its claim, until the work ends.
 #[cold]
 pub(super) fn outgrow(account: &Head) {
-    OVER.set(OVER.get() | OUTGROWS);
+    WORK.set(WORK.get() | OUTGROWN);
     let (claim, live) = (account.claim.load(Relaxed), account.live.load(Relaxed));
     // Before the thread's entry is created, which charges the account.
     let since = SINCE.get().net();
-    Progress::with(|entry| {
+    ThreadEntry::with(|entry| {
         if !IS_COUNTED.replace(true) {
-            entry.since.store(since, Relaxed);
-            entry.most.store(claim.saturating_sub(live), Relaxed);
+            entry.progress.begin(claim.saturating_sub(live), 0, since);
         }
-        entry.outgrows.store(true, Relaxed);
+        entry.progress.outgrow();
     });
 }
 
 /// Charges the account of the thread until now, and what it allocates from here on apart.
 pub(super) fn begin_spill() {
-    Progress::with(|entry| {
-        let [within, beyond] = entry.taken();
-        entry.fixed.store((within + beyond).cast_signed(), Relaxed);
-    });
+    ThreadEntry::with(|entry| entry.progress.spill(entry.taken().iter().sum()));
     // With totals of now: the thread's entry may just have been created, and charged.
     at_work(|_, now| switch(now, ACCOUNT.get()));
     FREED_OUTSIDE.set(0);
-    OVER.set(OVER.get() | SPILLS);
+    WORK.set(WORK.get() | SPILLING);
 }
 
 /// Notes that the thread, which spills, has moved so many bytes to disk.
 pub(super) fn moved_to_disk(bytes: u64) {
     FREED_OUTSIDE.set(FREED_OUTSIDE.get() + bytes);
-    Progress::with(|entry| {
-        entry.fixed.fetch_sub(bytes.cast_signed(), Relaxed);
-    });
+    ThreadEntry::with(|entry| entry.progress.moved_to_disk(bytes));
 }
 
 /// In a forked child, whose one thread this is: it spills no more.
 pub(super) fn forget_spill() {
-    if is_over(SPILLS) {
-        OVER.set(OVER.get() & !SPILLS);
+    if work_is(SPILLING) {
+        WORK.set(WORK.get() & !SPILLING);
         spill::end();
     }
 }
 
 /// The outermost work of the thread has ended, and was counted.
 #[cold]
-fn end_over() {
-    if OVER.replace(0) & SPILLS != 0 {
+fn end_work() {
+    if WORK.replace(0) & SPILLING != 0 {
         spill::end();
     }
-    Progress::begin(|_| 0);
+    ThreadEntry::begin(|_| 0);
 }
 
 /// Ends the count when it is dropped.
@@ -458,7 +423,7 @@ struct ProgressGuard;
 impl Drop for ProgressGuard {
     #[cold]
     fn drop(&mut self) {
-        Progress::begin(|_| 0);
+        ThreadEntry::begin(|_| 0);
     }
 }
 
@@ -503,8 +468,8 @@ impl Drop for Entered {
     #[inline]
     fn drop(&mut self) {
         switch(self.counters.read(), self.outer);
-        if OVER.get() != 0 && self.outer.is_none() {
-            end_over();
+        if WORK.get() != 0 && self.outer.is_none() {
+            end_work();
         }
     }
 }
@@ -548,8 +513,8 @@ thread_local! {
     static ACCOUNT: Cell<Option<NonNull<Head>>> = const { Cell::new(None) };
     /// The start of the bytes that are not charged yet.
     static SINCE: Cell<Totals> = const { Cell::new(Totals::ZERO) };
-    /// The states of the thread's work: [`OUTGROWS`], [`SPILLS`].
-    static OVER: Cell<u8> = const { Cell::new(0) };
+    /// The states of the thread's work: [`OUTGROWN`], [`SPILLING`].
+    static WORK: Cell<u8> = const { Cell::new(0) };
     /// The bytes that the thread has moved to disk since it was charged last.
     static FREED_OUTSIDE: Cell<u64> = const { Cell::new(0) };
     /// When the thread's peak was reset.
@@ -577,7 +542,7 @@ fn switch(now: Totals, to: Option<NonNull<Head>>) {
 fn settle(account: NonNull<Head>, now: Totals) {
     // SAFETY: it outlives the call of `run_for` that set it, which has not returned.
     let account = unsafe { account.as_ref() };
-    if is_over(SPILLS) || account.spilled.load(Relaxed) > 0 {
+    if work_is(SPILLING) || account.spilled.load(Relaxed) > 0 {
         return account.charge_disk(now);
     }
     let since = SINCE.get();

@@ -22,13 +22,13 @@ use std::cell::Cell;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, LazyLock};
-use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::{Bell, Clock as _, SystemClock};
 use lowtide_core::fork::Birth;
 
-use super::account::{self, OUTGROWS, SPILLS, is_over};
+use super::account::{self, work_is};
+use super::growth::{Growth, OUTGROWN, SPILLING};
 use super::mallctl::{THREAD_EVENT, ThreadEvent};
 use super::{process, redirect, spill};
 
@@ -44,17 +44,15 @@ const EXCESS_MIN: u64 = 4 << 20;
 const SAMPLE_MIN: u64 = 4 << 20;
 /// A sample is due when this part of the room is gone.
 const SAMPLE_PART: u64 = 16;
-/// The least time between two rings: a sample takes some 10 us.
-const RING_EVERY: Duration = Duration::from_millis(2);
+/// The least time between two rings, in microseconds: a sample takes some 10.
+const RING_EVERY: u64 = 2000;
 
-/// The bytes that threads were seen to take; never falls.
-static COUNTED: AtomicU64 = AtomicU64::new(0);
-/// The count at which the next sample is due, or [`u64::MAX`].
-static SAMPLE_AT: AtomicU64 = AtomicU64::new(u64::MAX);
-/// The count at which memory is short, or [`u64::MAX`].
-static SHORT_AT: AtomicU64 = AtomicU64::new(u64::MAX);
-/// The most anonymous memory of the process before memory is short.
-static ANONYMOUS_MAX: AtomicU64 = AtomicU64::new(u64::MAX);
+static GROWTH: Growth = Growth {
+    counted: AtomicU64::new(0),
+    sample_at: AtomicU64::new(u64::MAX),
+    short_at: AtomicU64::new(u64::MAX),
+    anonymous_max: AtomicU64::new(u64::MAX),
+};
 /// `true` while checkpoints count.
 static IS_ON: AtomicBool = AtomicBool::new(false);
 /// The process in which they count, the bell, and its clock.
@@ -88,15 +86,13 @@ pub fn watch_growth() -> Arc<Bell> {
 /// Ends the checkpoints of this process: no sample follows.
 pub fn unwatch_growth() {
     IS_ON.store(false, Relaxed);
-    for at in [&SAMPLE_AT, &SHORT_AT, &ANONYMOUS_MAX] {
-        at.store(u64::MAX, Relaxed);
-    }
+    GROWTH.publish(u64::MAX, u64::MAX, u64::MAX);
 }
 
 /// Returns the count of what threads were seen to take, for [`publish_sample`].
 #[must_use]
 pub fn counted_growth() -> u64 {
-    COUNTED.load(Relaxed)
+    GROWTH.counted.load(Relaxed)
 }
 
 /// Publishes a sample that was begun when [`counted_growth`] was `counted`: the limit,
@@ -105,45 +101,35 @@ pub fn counted_growth() -> u64 {
 pub fn publish_sample(counted: u64, limit: ByteSize, physical: ByteSize, anonymous: ByteSize) {
     let left = limit.saturating_sub(physical).get();
     let due = counted.saturating_add((left / SAMPLE_PART).max(SAMPLE_MIN));
-    SAMPLE_AT.store(if limit == ByteSize::MAX { u64::MAX } else { due }, Relaxed);
+    let sample_at = if limit == ByteSize::MAX { u64::MAX } else { due };
+    let anonymous = anonymous.get();
     let room = |reserve: u64| left.cast_signed().saturating_sub(reserve.cast_signed());
-    let most = |reserve| anonymous.get().saturating_add_signed(room(reserve));
+    let most = |reserve| anonymous.saturating_add_signed(room(reserve));
     let most = spill::reserve(limit).map_or(u64::MAX, most);
-    ANONYMOUS_MAX.store(most, Relaxed);
-    SHORT_AT.store(counted.saturating_add(most.saturating_sub(anonymous.get())), Relaxed);
-}
-
-/// Returns `true` if memory is short once so many bytes more are allocated, by the kernel's figure.
-fn is_short(coming: u64) -> bool {
-    let counted = COUNTED.load(Relaxed);
-    let Some(now) = process::statm() else { return false };
-    let left = ANONYMOUS_MAX.load(Relaxed).saturating_sub(now.anon.get());
-    SHORT_AT.store(counted.saturating_add(left), Relaxed);
-    coming >= left
+    let short_at = counted.saturating_add(most.saturating_sub(anonymous));
+    if GROWTH.publish(sample_at, short_at, most) {
+        ring();
+    }
 }
 
 /// Counts what the thread has taken until now. Returns `true` if memory seems short once so many
 /// bytes more are allocated.
 fn count(net: i64, coming: u64) -> bool {
     let more = net.wrapping_sub(SEEN.replace(net)).max(0).unsigned_abs();
-    let counted = COUNTED.fetch_add(more, Relaxed) + more + coming;
-    if counted >= SAMPLE_AT.load(Relaxed) {
+    let [is_due, seems_short] = GROWTH.count(more, coming);
+    if is_due {
         ring();
     }
-    counted >= SHORT_AT.load(Relaxed)
+    seems_short
 }
 
 /// Rings once for each sample, unless it has just rung.
 #[cold]
 fn ring() {
     let (birth, bell, clock) = &*WATCH;
-    let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
-    let now = micros(clock.now().since_origin());
-    if birth.is_here()
-        && now >= RINGS_AT.load(Relaxed)
-        && SAMPLE_AT.swap(u64::MAX, Relaxed) != u64::MAX
-    {
-        RINGS_AT.store(now + micros(RING_EVERY), Relaxed);
+    let now = u64::try_from(clock.now().since_origin().as_micros()).unwrap_or(u64::MAX);
+    if birth.is_here() && now >= RINGS_AT.load(Relaxed) && GROWTH.takes_ring() {
+        RINGS_AT.store(now + RING_EVERY, Relaxed);
         bell.ring();
     }
 }
@@ -155,7 +141,7 @@ unsafe extern "C" fn after_step(_: bool, allocated: u64, freed: u64) {
     }
     let seems_short = count(allocated.wrapping_sub(freed).cast_signed(), 0);
     let excess = || account::at_work(|account, now| account.excess(now, 0)).unwrap_or(0);
-    if is_over(SPILLS) || excess() >= EXCESS_MIN && (seems_short || !is_over(OUTGROWS)) {
+    if work_is(SPILLING) || excess() >= EXCESS_MIN && (seems_short || !work_is(OUTGROWN)) {
         redirect::ask_for_checkpoint();
     }
 }
@@ -169,17 +155,18 @@ pub(super) fn pass(coming: usize) {
     }
     let coming = coming as u64;
     let seems_short = account::net_bytes().is_some_and(|net| count(net, coming));
-    if is_over(SPILLS) {
+    if work_is(SPILLING) {
         spill::keep_pace();
     } else if WATCH.0.is_here() {
         account::at_work(|account, now| {
             if account.excess(now, coming) < EXCESS_MIN {
                 return;
             }
-            if !is_over(OUTGROWS) {
+            if !work_is(OUTGROWN) {
                 account::outgrow(account);
             }
-            if seems_short && is_short(coming) {
+            if seems_short && GROWTH.is_short(coming, || process::statm().map(|now| now.anon.get()))
+            {
                 spill::begin();
             }
         });

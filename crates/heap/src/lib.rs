@@ -34,6 +34,9 @@ mod checkpoint;
 mod conf;
 mod effective;
 mod error;
+mod growth;
+#[cfg(test)]
+mod growth_models;
 mod libc_heap;
 #[cfg(any(test, feature = "profiling"))]
 mod loaded;
@@ -50,6 +53,7 @@ mod stats;
 mod unwind;
 
 pub use lowtide_core::{ByteSize, clock, decay};
+use std::sync::atomic;
 
 pub use account::{Account, AccountMemory, in_progress, is_measured, unmeasured};
 #[cfg(feature = "profiling")]

@@ -5,7 +5,7 @@
 use std::fs::File;
 use std::io::Read as _;
 use std::path::Path;
-use std::sync::OnceLock;
+use std::sync::LazyLock;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::file::KeptFile;
@@ -13,21 +13,18 @@ use lowtide_core::kernel::{Statm, kib_of, page_size};
 
 const STATM_PATH: &str = "/proc/self/statm";
 /// It stays open. In a forked child it tells of the parent.
-static STATM: OnceLock<KeptFile> = OnceLock::new();
+static STATM: LazyLock<Option<KeptFile>> =
+    LazyLock::new(|| KeptFile::open(Path::new(STATM_PATH)).ok());
 
 /// Opens the file of [`statm`].
 pub(super) fn keep_statm() {
-    if STATM.get().is_none()
-        && let Ok(file) = KeptFile::open(Path::new(STATM_PATH))
-    {
-        let _ = STATM.set(file);
-    }
+    LazyLock::force(&STATM);
 }
 
 /// Returns the figures of the process that has opened their file.
 pub(super) fn statm() -> Option<Statm> {
     let mut text = [0; 128];
-    let length = STATM.get()?.read_at(&mut text, 0).ok()?;
+    let length = STATM.as_ref()?.read_at(&mut text, 0).ok()?;
     Statm::parse(text.get(..length)?, page_size()?)
 }
 

@@ -24,8 +24,8 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use tikv_jemalloc_sys::{MALLOCX_ALIGN, MALLOCX_ARENA, MALLOCX_TCACHE_NONE};
 
-use super::account::{self, SPILLS};
-use super::checkpoint;
+use super::growth::SPILLING;
+use super::{account, checkpoint};
 
 /// The number of a thread that allocates in no arena: an alignment that blocks of every size class
 /// have. Those of at least twice as many bytes have twice the alignment.
@@ -68,7 +68,7 @@ pub(super) fn flags(align: usize) -> c_int {
     if number == TRIAL {
         NUMBER.set(ALIGN);
     } else if number == DUE {
-        set_spills(account::is_over(SPILLS));
+        set_spills(account::work_is(SPILLING));
         checkpoint::pass(0);
     }
     let of_arena = || MALLOCX_ARENA((-1 - number).cast_unsigned()) | MALLOCX_TCACHE_NONE;
