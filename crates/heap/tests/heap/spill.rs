@@ -8,8 +8,8 @@ use std::alloc::{Layout, alloc, dealloc, realloc};
 use std::hint::black_box;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Duration;
 
@@ -412,4 +412,83 @@ fn growth_within_work_rings_and_is_seen_at_once() {
     heap::unwatch_growth();
     drop(black_box(vec![1_u8; 64 * MIB]));
     assert!(!rings());
+}
+
+/// What of memory no thread has counted: metadata of the heap and pages of its slabs. The kernel's
+/// figure is wrong by some pages of each CPU.
+const SLACK: u64 = 6 << 20;
+/// The bytes of small blocks between two checkpoints.
+const STEP: u64 = 1 << 20;
+/// The largest block.
+const BLOCK: u64 = 3 << 20;
+const THREADS: u64 = 3;
+
+/// Marsaglia's xorshift.
+fn next(chance: &mut u64) -> u64 {
+    *chance ^= *chance << 13;
+    *chance ^= *chance >> 7;
+    *chance ^= *chance << 17;
+    *chance >> 16
+}
+
+/// Takes and frees blocks at random, within work and outside.
+fn live_for(chance: &mut u64, work: &Arc<Account<()>>, blocks: &mut Vec<Vec<u8>>) {
+    for _ in 0..next(chance) % 200 {
+        let size = match next(chance) % 8 {
+            0 => next(chance) % BLOCK,
+            1..4 => next(chance) % (256 << 10),
+            _ => next(chance) % 4096,
+        };
+        let size = usize::try_from(size).expect("small");
+        let is_full = blocks.iter().map(Vec::len).sum::<usize>() > 48 * MIB;
+        if is_full || next(chance) % 5 < 2 {
+            let at = usize::try_from(next(chance)).expect("small") % blocks.len().max(1);
+            drop((at < blocks.len()).then(|| blocks.swap_remove(at)));
+        } else if next(chance) % 2 == 0 {
+            blocks.push(vec![1; size]);
+        } else {
+            blocks.push(work.run(|| vec![1; size]));
+        }
+    }
+}
+
+#[test]
+fn memory_has_grown_by_at_most_what_is_counted_and_what_threads_have_not_counted_yet() {
+    let seed = SystemClock::new().since_epoch().subsec_nanos();
+    println!("seed {seed}");
+    heap::watch_growth();
+    let turns = Barrier::new(THREADS as usize + 1);
+    thread::scope(|scope| {
+        for nth in 0..THREADS {
+            let turns = &turns;
+            scope.spawn(move || {
+                let mut chance = u64::from(seed) << 8 | nth << 1 | 1;
+                let (work, mut blocks) = (account(), Vec::with_capacity(100_000));
+                for _ in 0..60 {
+                    turns.wait();
+                    live_for(&mut chance, &work, &mut blocks);
+                    turns.wait();
+                }
+            });
+        }
+        let (mut grown_most, mut samples, mut wrong) = (0, Vec::new(), Vec::new());
+        for turn in 0..60 {
+            if turn % 4 == 0 {
+                let _ = heap::purge_now();
+            }
+            samples.push((heap::counted_growth(), anonymous()));
+            (0..2).for_each(|_| drop(turns.wait()));
+            let (counted, anonymous) = (heap::counted_growth(), anonymous());
+            for (counted_then, then) in &samples {
+                let (grown, counted) = (anonymous.saturating_sub(*then), counted - counted_then);
+                grown_most = grown_most.max(grown.get());
+                let most = ByteSize::new(counted + THREADS * (STEP + BLOCK) + SLACK);
+                if grown > most {
+                    wrong.push((turn, grown, most));
+                }
+            }
+        }
+        assert!(wrong.is_empty(), "seed {seed}: {wrong:?}");
+        assert!(grown_most > 2 * (THREADS * (STEP + BLOCK) + SLACK), "seed {seed}: {grown_most}");
+    });
 }
