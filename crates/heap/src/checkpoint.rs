@@ -73,7 +73,7 @@ thread_local! {
 pub fn watch_growth() -> Arc<Bell> {
     let (birth, bell, _) = &*WATCH;
     if account::is_measured() && birth.is_here() {
-        process::keep_statm();
+        let _ = process::statm(); // opens the file
         // Without it, because four others are registered, only large blocks count.
         let event = ThreadEvent { call: after_step, step: STEP, is_alloc_only: true };
         // SAFETY: `after_step` may be called within each allocation of each thread.

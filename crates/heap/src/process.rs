@@ -16,12 +16,7 @@ const STATM_PATH: &str = "/proc/self/statm";
 static STATM: LazyLock<Option<KeptFile>> =
     LazyLock::new(|| KeptFile::open(Path::new(STATM_PATH)).ok());
 
-/// Opens the file of [`statm`].
-pub(super) fn keep_statm() {
-    LazyLock::force(&STATM);
-}
-
-/// Returns the figures of the process that has opened their file.
+/// Returns the figures of the process that called this first, which allocates once.
 pub(super) fn statm() -> Option<Statm> {
     let mut text = [0; 128];
     let length = STATM.as_ref()?.read_at(&mut text, 0).ok()?;

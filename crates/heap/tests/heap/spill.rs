@@ -383,7 +383,7 @@ fn a_folder_that_does_not_serve_is_refused() {
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit) }, 0);
     let error = spill_into(DISK).expect_err("64 MiB are too little");
     assert!(
-        error.to_string().ends_with("room for 64.0 MiB, expected at least 128.0 MiB"),
+        error.to_string().ends_with("room for 64.0 MiB; expected at least 128.0 MiB"),
         "{error}"
     );
 }
@@ -444,7 +444,7 @@ fn live_for(chance: &mut u64, work: &Arc<Account<()>>, blocks: &mut Vec<Vec<u8>>
         if is_full || next(chance) % 5 < 2 {
             let at = usize::try_from(next(chance)).expect("small") % blocks.len().max(1);
             drop((at < blocks.len()).then(|| blocks.swap_remove(at)));
-        } else if next(chance) % 2 == 0 {
+        } else if next(chance) & 1 == 0 {
             blocks.push(vec![1; size]);
         } else {
             blocks.push(work.run(|| vec![1; size]));
@@ -457,7 +457,7 @@ fn memory_has_grown_by_at_most_what_is_counted_and_what_threads_have_not_counted
     let seed = SystemClock::new().since_epoch().subsec_nanos();
     println!("seed {seed}");
     heap::watch_growth();
-    let turns = Barrier::new(THREADS as usize + 1);
+    let turns = Barrier::new(1 + usize::try_from(THREADS).expect("small"));
     thread::scope(|scope| {
         for nth in 0..THREADS {
             let turns = &turns;
@@ -477,7 +477,8 @@ fn memory_has_grown_by_at_most_what_is_counted_and_what_threads_have_not_counted
                 let _ = heap::purge_now();
             }
             samples.push((heap::counted_growth(), anonymous()));
-            (0..2).for_each(|_| drop(turns.wait()));
+            turns.wait();
+            turns.wait();
             let (counted, anonymous) = (heap::counted_growth(), anonymous());
             for (counted_then, then) in &samples {
                 let (grown, counted) = (anonymous.saturating_sub(*then), counted - counted_then);
