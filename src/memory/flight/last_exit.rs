@@ -9,7 +9,6 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
-use crate::clock::short;
 use lowtide_admission::{Level, RequestMemory};
 
 use crate::memory::events::Event;
@@ -144,7 +143,8 @@ impl LastExit {
 impl FlightRecording {
     fn verdict(&self, now: &Now) -> (ExitCause, String) {
         let after = self.samples.last().map_or(Duration::ZERO, |last| last.uptime);
-        let after = short(after).to_string();
+        let seconds = (after + Duration::from_millis(500)).as_secs();
+        let after = humantime::format_duration(Duration::from_secs(seconds)).to_string();
         match self.end {
             RunEnd::ShutDown => (ExitCause::Shutdown, format!("shut down in order after {after}")),
             RunEnd::Exhausted => self.with_memory(

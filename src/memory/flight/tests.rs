@@ -343,13 +343,13 @@ fn the_summary_has_the_figures_from_which_the_cause_was_concluded() {
     let last = concluded(last, RunEnd::Running, Now::default());
     assert_eq!(
         last.summary,
-        "killed most likely by the kernel's OOM killer, after 61.7 min; physical memory was \
+        "killed most likely by the kernel's OOM killer, after 1h 1m 40s; physical memory was \
          990.0 MiB, 99 % of the limit of 1000.0 MiB, and grew by 300.0 MiB/s; memory that no \
          request owns left no room for requests; most of it was allocated since metrics were last \
          published; the largest request was POST /words with 3.0 MiB"
     );
     let last = concluded(sample(30), RunEnd::ShutDown, Now::default());
-    assert_eq!(last.summary, "shut down in order after 30.0 s");
+    assert_eq!(last.summary, "shut down in order after 30s");
     assert_eq!((last.pid, last.version.as_str()), (7, "1.2.3"));
 }
 
