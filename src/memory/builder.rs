@@ -533,11 +533,16 @@ fn prepare_admission(shared: &Arc<Shared>, is_detached: bool) {
     }
 }
 
+/// Returns `true` if work may spill to disk, so that a pager runs.
+fn spills(shared: &Shared) -> bool {
+    shared.claim.is_attached && shared.config.spill_dir.value.is_some()
+}
+
 /// Returns the value that ends the threads. No thread runs yet.
 fn running(shared: &Shared) -> RunningMemory {
     let mut other_bells = vec![Arc::clone(&shared.flight.bell)];
     other_bells.extend(shared.profiles.iter().map(|profiles| Arc::clone(&profiles.bell)));
-    other_bells.push(heap::pager_bell());
+    other_bells.extend(spills(shared).then(heap::pager_bell));
     let is_attached = shared.claim.is_attached;
     RunningMemory {
         stop: Arc::default(),
@@ -557,14 +562,14 @@ fn running(shared: &Shared) -> RunningMemory {
 fn launch(parts: AssembledParts, stack: ByteSize) -> Result<Memory, StartError> {
     let AssembledParts { shared: joined, mut maintenance, mut worker, recording, .. } = parts;
     let running = Arc::new(running(&joined));
-    let stop = || Arc::clone(&running.stop);
-    let (stops, bell) = (stop(), Arc::clone(&running.bell));
+    let stop_flag = || Arc::clone(&running.stop);
+    let (stop, bell) = (stop_flag(), Arc::clone(&running.bell));
     let (shared, clock) = (Arc::clone(&joined), Arc::clone(&joined.clock));
     // So that the claim is held until all are started.
     let _starts = ThreadEndGuard::of(&shared.claim);
     running.spawn("lowtide-worker", stack, move || run_worker(&mut worker, &*clock))?;
     running.spawn("lowtide-control", stack, move || {
-        run_control(&mut maintenance, &*shared.clock, &bell, &stops);
+        run_control(&mut maintenance, &*shared.clock, &bell, &stop);
         if shared.claim.is_attached {
             heap::unwatch_growth();
         }
@@ -575,10 +580,10 @@ fn launch(parts: AssembledParts, stack: ByteSize) -> Result<Memory, StartError> 
         // No more decisions follow: the worker ends after its queue.
         shared.state.close();
     })?;
-    if joined.claim.is_attached && joined.config.spill_dir.value.is_some() {
-        let (clock, stops) = (Arc::clone(&joined.clock), stop());
+    if spills(&joined) {
+        let (clock, stop) = (Arc::clone(&joined.clock), stop_flag());
         running.spawn("lowtide-pager", stack, move || {
-            if let Err(error) = heap::run_pager(&stops, &*clock) {
+            if let Err(error) = heap::run_pager(&stop, &*clock) {
                 log!(error, %error, "cannot write spilled memory");
                 std::process::abort(); // a block could read as something else
             }
@@ -592,11 +597,11 @@ fn launch(parts: AssembledParts, stack: ByteSize) -> Result<Memory, StartError> 
         }
     };
     if let Some(file) = recording {
-        let (recorder, stop) = (FlightRecorder::new(&joined, file), stop());
+        let (recorder, stop) = (FlightRecorder::new(&joined, file), stop_flag());
         started("flight_recorder", running.spawn(FLIGHT, stack, move || recorder.run(&stop)));
     }
     if let Some(profiles) = joined.profiles.clone() {
-        let (clock, stop) = (Arc::clone(&joined.clock), stop());
+        let (clock, stop) = (Arc::clone(&joined.clock), stop_flag());
         let folder = joined.config.heap_profile_dir.value.clone();
         let run = move || profiles::run(&profiles, folder.as_deref(), &*clock, &stop);
         started("profiler", running.spawn("lowtide-profiler", PROFILER_STACK, run));
