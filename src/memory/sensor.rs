@@ -178,8 +178,7 @@ impl Sensor for MemorySensor {
         [sample.in_progress, sample.outgrown] = heap::in_progress();
         sample.anonymous = signal.anonymous.unwrap_or(ByteSize::ZERO);
         if self.heap.is_some() {
-            let limit = if signal.limit.is_known() { signal.limit.bytes } else { ByteSize::MAX };
-            heap::publish_sample(counted, limit, signal.physical, sample.anonymous);
+            heap::publish_sample(counted, signal.limit.bytes, signal.physical, sample.anonymous);
         }
         let _ = self.add_heap(now, &signal, &mut sample);
         #[cfg(feature = "device")]

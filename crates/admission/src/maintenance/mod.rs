@@ -449,8 +449,7 @@ impl Maintenance {
         }
         state.host.taken.store(sample.in_progress.get(), Ordering::Relaxed);
         let Settings { purge_floor, purge_part, ceiling_max, .. } = self.settings;
-        let limit = if sample.limit.is_known() { sample.limit.bytes } else { ByteSize::MAX };
-        let most = part_of(limit, ceiling_max);
+        let (limit, most) = (sample.limit.bytes, part_of(sample.limit.bytes, ceiling_max));
         let worth = purge_floor.max(sample.heap_live.scaled(purge_part));
         let reserve = limit.saturating_sub(most);
         let urgent_worth = purge_floor.max(worth.min(reserve));
