@@ -77,6 +77,8 @@ macro_rules! rows {
         "Heap address space kept for reuse, without physical memory.";
     Detail Gauge "lowtide_heap_thread_cache_bytes" = heap.thread_caches,
         "Bytes of free blocks in jemalloc's thread caches.";
+    Detail Gauge "lowtide_heap_spilled_bytes" = heap.spilled,
+        "Bytes on disk for work that spilled, which are in no other figure of the heap.";
 
     @ ["heap_arena"] heap_arena: HostArenaStats;
     Detail Gauge "lowtide_heap_arena_live_bytes" = heap_arena.live,

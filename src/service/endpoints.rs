@@ -514,6 +514,7 @@ fn heap_figures(heap: &HeapSnapshot, snapshot: &MemorySnapshot) -> Value {
     });
     let others = json!({
         "mapped_bytes": heap.mapped.get(),
+        "spills": lowtide_heap::spilled().1,
         "arenas": arenas.collect::<Value>(),
     });
     figures("lowtide_heap_", |each| read::heap(heap, each), others)

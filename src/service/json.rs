@@ -192,6 +192,7 @@ pub(super) fn request(request: &RequestMemory) -> Value {
         "live_bytes": request.live.get(),
         "peak_bytes": request.peak.get(),
         "claim_bytes": request.claim.get(),
+        "spilled_bytes": request.spilled.get(),
         "age_seconds": seconds(request.age),
         "cancelled": request.is_cancelled,
     })

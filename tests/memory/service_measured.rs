@@ -455,16 +455,20 @@ fn a_poll_that_outgrows_its_claim_goes_on_on_disk() {
     let admission = memory.admission().clone();
     let seen = Arc::new(Mutex::new(None));
     let answer = {
-        let (admission, seen) = (admission.clone(), Arc::clone(&seen));
+        let (memory, admission, seen) = (memory.clone(), admission.clone(), Arc::clone(&seen));
         move |_: Asked| {
-            let (admission, seen) = (admission.clone(), Arc::clone(&seen));
+            let (memory, admission, seen) = (memory.clone(), admission.clone(), Arc::clone(&seen));
             async move {
                 let permit = RequestPermit::current().expect("it is measured");
                 let blocks: Vec<_> = (0..100).map(|_| black_box(vec![1_u8; MIB])).collect();
                 permit.check().expect("it goes on");
                 assert!(blocks.iter().all(|block| block.iter().all(|byte| *byte == 1)));
                 let room = admission.try_admit(Cost::host(ByteSize::mib(1))).is_ok();
-                let now = (permit.memory().expect("measured"), permit.reserved(), room);
+                let held = permit.memory().expect("measured");
+                let listed = memory.report().oldest_requests();
+                let on_disk = memory.snapshot().heap.expect("statistics").spilled;
+                assert!(on_disk >= held.spilled, "{on_disk}");
+                let now = (held, permit.reserved(), room, listed);
                 *seen.lock().expect("no panic") = Some(now);
             }
         }
@@ -475,9 +479,10 @@ fn a_poll_that_outgrows_its_claim_goes_on_on_disk() {
         assert_eq!(poll(&mut call), Poll::Ready(StatusCode::OK));
         lowtide_heap::spilled().1 > 0
     });
-    let (held, reserved, has_room) = seen.lock().expect("no panic").expect("it ran");
+    let (held, reserved, has_room, listed) = seen.lock().expect("no panic").expect("it ran");
     assert!(held.spilled >= ByteSize::mib(80) && held.peak < ByteSize::mib(16), "{held:?}");
     assert!(reserved < ByteSize::mib(16) && has_room, "{reserved}");
+    assert_eq!(listed.iter().map(|it| it.spilled).collect::<Vec<_>>(), [held.spilled]);
     assert!(memory.shutdown_blocking(Duration::from_secs(10)).is_clean());
 }
 

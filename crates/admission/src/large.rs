@@ -123,6 +123,8 @@ pub struct RequestMemory {
     pub peak: ByteSize,
     /// The bytes that it reserved when it was admitted, or later by growing.
     pub claim: ByteSize,
+    /// The largest number of bytes that it had on disk; zero unless it spilled.
+    pub spilled: ByteSize,
     /// The time since it was admitted, to about 250 ms.
     pub age: Duration,
     /// `true` if it was cancelled.

@@ -41,6 +41,9 @@ pub struct HeapSnapshot {
     pub unbacked: ByteSize,
     /// Bytes of blocks that threads have freed and cached; the application does not hold them.
     pub thread_caches: ByteSize,
+    /// Bytes on disk for work that spilled ([`spill_into`](super::spill_into)), which are in no other
+    /// figure.
+    pub spilled: ByteSize,
     /// The number of arena indices that exist, initialised or not.
     pub arenas: u32,
     /// The number of jemalloc's background threads that run now.
@@ -182,6 +185,7 @@ impl HeapProbe {
             mapped: read(&ctl::STATS_MAPPED, pages)?,
             unbacked: read(&ctl::STATS_UNBACKED, unbacked)?,
             thread_caches,
+            spilled: spill::spilled().0,
             arenas: ctl::ARENAS_COUNT.read()?,
             background_threads: u32::try_from(ctl::STATS_THREADS.read()?).unwrap_or(u32::MAX),
         })

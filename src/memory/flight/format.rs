@@ -18,7 +18,7 @@ use lowtide_admission::{Level, RequestMemory, RequestPhase};
 /// The size of the file: 512 KiB.
 pub(super) const FILE_BYTES: usize = 512 << 10;
 /// The beginning of the file, with the version of the format at its end.
-pub(super) const MARK: &[u8; 17] = b"lowtide flight 3\n";
+pub(super) const MARK: &[u8; 17] = b"lowtide flight 4\n";
 /// The part of the mark that all versions have.
 const MARK_OF_ALL: &[u8; 15] = b"lowtide flight ";
 
@@ -46,7 +46,7 @@ const TEXT_LENGTH: usize = 2;
 const RUN_BYTES: usize = 4 + 8 + 16 + 8 + 8 + 1 + TEXT_LENGTH + NAME_MAX;
 const SAMPLE_BYTES: usize = 19 * 8 + 3;
 const EVENT_BYTES: usize = 4 * 8 + 3 * TEXT_LENGTH + 2 * NAME_MAX + TEXT_MAX;
-const PERMIT_BYTES: usize = 5 * 8 + 3 + 3 * (TEXT_LENGTH + NAME_MAX);
+const PERMIT_BYTES: usize = 6 * 8 + 3 + 3 * (TEXT_LENGTH + NAME_MAX);
 const RESOURCE_BYTES: usize = TEXT_LENGTH + NAME_MAX + 1 + 16;
 const COUNTS: usize = 4 * 2;
 
@@ -325,19 +325,9 @@ pub(super) enum FileContents {
     Recording(Box<FlightRecording>),
 }
 
-stored!(
-    RequestMemory,
-    reserved,
-    live,
-    peak,
-    claim,
-    age,
-    phase,
-    is_cancelled,
-    method,
-    route,
-    tenant
-);
+stored! {
+    RequestMemory, reserved, live, peak, claim, spilled, age, phase, is_cancelled, method, route, tenant
+}
 
 /// Writes halves into one buffer that never grows.
 #[derive(Debug)]

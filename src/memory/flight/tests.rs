@@ -79,6 +79,7 @@ fn permit(tenant: Option<&str>) -> RequestMemory {
         live: ByteSize::mib(3),
         peak: ByteSize::mib(5),
         claim: ByteSize::mib(2),
+        spilled: ByteSize::mib(1),
         age: SECOND,
         is_cancelled: true,
     }

@@ -462,7 +462,7 @@
       ["Peak", (row) => size(row.peak_bytes), "number"],
       ["Reserved", (row) => size(row.claim_bytes), "number"],
       ["Age", (row) => lasting(row.age_seconds), "number"],
-      ["State", (row) => row.cancelled ? "cancelled" : "running"],
+      ["State", (row) => row.cancelled ? "cancelled" : row.spilled_bytes > 0 ? "spilled to disk" : "running"],
     ], told.largest_requests, (row) => `${row.method}/${row.route}/${row.tenant}`,
     "No running request is measured to hold 256 KiB.");
     const others = (row) => row.method === "other" && row.route === "other";

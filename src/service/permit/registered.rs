@@ -9,7 +9,7 @@ use crate::sync::atomic::Ordering;
 use crate::sync::lock;
 use lowtide_admission::RequestMemory;
 use lowtide_admission::layer::{LargeRequest, REGISTERED_MIN, RequestFigures, SLOW_AFTER, Turn};
-use lowtide_heap::{Account, AccountMemory};
+use lowtide_heap::Account;
 
 use super::record::{
     ANSWERED, Admitted, CANCELLED, Lasts, RECEIVES, RequestHolds, SENDS, SUSPENDED, TRIAL,
@@ -113,23 +113,18 @@ impl LargeRequest for WeakPermit {
 
     fn describe(&self, now: Moment, into: &mut RequestMemory) -> bool {
         let Some(account) = self.0.upgrade() else { return false };
-        let (AccountMemory { live, peak, .. }, admitted) = (account.memory(), account.owner());
+        let (memory, admitted) = (account.memory(), account.owner());
         let RequestOrigin { method, route, tenant, .. } = &admitted.terms.origin;
-        for (text, of) in [(&mut into.method, method.as_str()), (&mut into.route, route.as_str())] {
-            text.clear();
-            text.push_str(of);
-        }
+        method.as_str().clone_into(&mut into.method);
+        route.as_str().clone_into(&mut into.route);
         match tenant {
             None => into.tenant = None,
-            Some(tenant) => {
-                let text = into.tenant.get_or_insert_default();
-                text.clear();
-                text.push_str(tenant.name());
-            }
+            Some(tenant) => tenant.name().clone_into(into.tenant.get_or_insert_default()),
         }
         into.phase = admitted.phase();
         into.reserved = ByteSize::new(admitted.covered.load(Ordering::Relaxed));
-        (into.live, into.peak, into.claim) = (live, peak, admitted.claim());
+        (into.live, into.peak, into.spilled) = (memory.live, memory.peak, memory.spilled);
+        into.claim = admitted.claim();
         into.age = now - admitted.admitted_at;
         into.is_cancelled = admitted.progress.has(CANCELLED);
         true
