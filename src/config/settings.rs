@@ -393,7 +393,7 @@ settings! {
         "LOWTIDE_SPILL_DIR": "absolute path of a folder on a disk to which requests spill that \
         outgrow their claims while memory is short, or off",
         PATH;
-    /// Sets the maximum size of the file to which requests spill. Default: 4 GiB.
+    /// Sets the maximum size of the file to which requests spill, at least 128 MiB. Default: 4 GiB.
     // An estimate: four times the memory of most containers that need it.
     spill_max as spill_max: ByteSize = fixed(ByteSize::gib(4)),
         "LOWTIDE_SPILL_MAX": "the most that requests spill to disk together, e.g. 4g",

@@ -129,10 +129,7 @@ pub enum HostError {
     },
     /// The configured maximum, the limit of a file's size (`ulimit -f`) or the disk leaves too
     /// little room for spilled memory.
-    #[error(
-        "cannot spill to {dir}: the configured maximum, ulimit -f and the free disk leave room for \
-         {room}; expected at least {least}"
-    )]
+    #[error("cannot spill to {dir}: room for {room} (maximum, ulimit -f, disk), expected {least}")]
     SpillRoom {
         /// The folder.
         dir: String,
