@@ -340,6 +340,7 @@ pub fn run_pager(stop: &AtomicBool, clock: &dyn Clock) -> io::Result<()> {
     let (mut piece, mut left, mut rest, mut purged) = (0, 0, REST, Moment::ORIGIN);
     // Ends when `stop` is set; each iteration waits.
     while !stop.load(Acquire) {
+        region.check_writes()?;
         let is_many = || region.in_memory() > WINDOW.load(Relaxed);
         let (top, now) = (region.taken() / PIECE * PIECE, clock.now());
         let spills = SPILLING.load(Relaxed) > 0;

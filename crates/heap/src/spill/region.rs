@@ -157,13 +157,22 @@ impl Region {
         (is_reserved || !must).then_some((self.pages(at - self.start), is_reserved))
     }
 
+    /// Writes a piece if it `writes`, and waits for it if it `waits`. Then it fails if any could not
+    /// be written since the last call.
+    fn sync(&self, piece: usize, writes: bool, waits: bool) -> io::Result<()> {
+        let done = calls::sync(self.file.file(), piece, writes, waits);
+        if self.file.is_own() { done } else { Ok(()) }
+    }
+
+    /// Fails if any page could not be written since the last call: the kernel writes on its own too.
+    pub(super) fn check_writes(&self) -> io::Result<()> {
+        self.sync(self.size - PIECE, false, true)
+    }
+
     /// Writes a piece, waits for it and drops it from memory; the next ones are written meanwhile.
     pub(super) fn page_out(&self, piece: usize, top: usize) -> io::Result<()> {
-        let write = |offset, waits| calls::write(self.file.file(), offset, PIECE, waits);
-        let written = write((piece + 4 * PIECE) % top, false).and_then(|()| write(piece, true));
-        if written.is_err() && self.file.is_own() {
-            return written;
-        }
+        self.sync((piece + 4 * PIECE) % top, true, false)?;
+        self.sync(piece, true, true)?;
         calls::drop_from_memory(self.pages(piece), PIECE);
         Ok(())
     }
@@ -255,6 +264,8 @@ mod calls {
     use std::os::unix::fs::OpenOptionsExt as _;
     use std::path::Path;
 
+    use super::PIECE;
+
     fn result(status: c_int) -> io::Result<()> {
         if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
@@ -277,11 +288,13 @@ mod calls {
         result(unsafe { libc::madvise(pages, size, libc::MADV_REMOVE) })
     }
 
-    /// Starts to write pages of the file, and waits until they are written if `waits` is set.
-    pub(super) fn write(file: &File, at: usize, size: usize, waits: bool) -> io::Result<()> {
+    /// Starts to write a piece of the file if it `writes`, and waits until it is written if it
+    /// `waits`.
+    pub(super) fn sync(file: &File, at: usize, writes: bool, waits: bool) -> io::Result<()> {
         let (before, after) = (libc::SYNC_FILE_RANGE_WAIT_BEFORE, libc::SYNC_FILE_RANGE_WAIT_AFTER);
-        let flags = libc::SYNC_FILE_RANGE_WRITE | if waits { before | after } else { 0 };
-        let (at, size) = (at.cast_signed() as i64, size.cast_signed() as i64);
+        let write = if writes { libc::SYNC_FILE_RANGE_WRITE } else { 0 };
+        let flags = write | if waits { before | after } else { 0 };
+        let (at, size) = (at.cast_signed() as i64, PIECE.cast_signed() as i64);
         // SAFETY: it changes no contents.
         result(unsafe { libc::sync_file_range(file.as_raw_fd(), at, size, flags) })
     }
@@ -308,7 +321,7 @@ mod calls {
     pub(super) fn release(_: *mut c_void, _: usize) -> Result<()> {
         Err(ErrorKind::Unsupported.into())
     }
-    pub(super) fn write(_: &File, _: usize, _: usize, _: bool) -> Result<()> {
+    pub(super) fn sync(_: &File, _: usize, _: bool, _: bool) -> Result<()> {
         Err(ErrorKind::Unsupported.into())
     }
     pub(super) fn drop_from_memory(_: *mut c_void, _: usize) {}

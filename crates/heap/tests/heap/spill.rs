@@ -493,3 +493,195 @@ fn memory_has_grown_by_at_most_what_is_counted_and_what_threads_have_not_counted
         assert!(grown_most > 2 * (THREADS * (STEP + BLOCK) + SLACK), "seed {seed}: {grown_most}");
     });
 }
+
+#[test]
+fn many_threads_spill_at_once_until_the_file_is_full() {
+    short_of_memory(ByteSize::mib(128), || {
+        let begun = times();
+        let work = || account().run(|| (lines(20), vec![3_u8; 16 * MIB]));
+        let kept = thread::scope(|scope| {
+            let threads = [(); 4].map(|()| scope.spawn(work));
+            threads.map(|it| it.join().expect("no panic"))
+        });
+        assert_eq!(times(), begun + 4);
+        assert!(heap::spilled().0 <= ByteSize::mib(128), "{}", heap::spilled().0);
+        for (mut lines, block) in kept {
+            assert!(are_right(&lines) && block.iter().all(|byte| *byte == 3));
+            // Blocks of other threads' arenas, on disk and off it.
+            lines.iter_mut().take(500).for_each(|line| line.resize(5000, 9));
+            let is_grown = |line: &Vec<u8>| line[1024..].iter().all(|byte| *byte == 9);
+            assert!(are_right(&lines) && lines.iter().take(500).all(is_grown));
+        }
+        let on_disk = || heap::spilled().0;
+        assert!(soon(|| on_disk() < ByteSize::mib(32)), "{} stay", on_disk());
+    });
+}
+
+#[test]
+fn blocks_with_large_alignments_are_aligned_and_right() {
+    short_of_memory(ByteSize::mib(512), || {
+        account().run(|| {
+            let begun = times();
+            drop(black_box(vec![1_u8; 8 * MIB]));
+            assert_eq!(times(), begun + 1);
+            for align in [1 << 16, 1 << 21, 64 << 20, 1 << 30] {
+                for size in [1, 5000, MIB, 20 * MIB] {
+                    let layout = Layout::from_size_align(size, align).expect("a layout");
+                    // SAFETY: the layout has a size.
+                    let block = unsafe { std::alloc::alloc_zeroed(layout) };
+                    assert!(!block.is_null() && block.addr().is_multiple_of(align), "{layout:?}");
+                    // SAFETY: zeroed bytes of the block.
+                    let bytes = unsafe { std::slice::from_raw_parts_mut(block, size) };
+                    assert!(bytes.iter().all(|byte| *byte == 0), "{layout:?}");
+                    bytes.fill(7);
+                    // SAFETY: the block has this layout, and is not used again.
+                    unsafe { dealloc(block, layout) };
+                }
+            }
+        });
+    });
+}
+
+/// Also while the process starts others, which a fork does here because of the closure.
+#[test]
+fn processes_start_while_work_spills() {
+    use std::os::unix::process::CommandExt as _;
+    short_of_memory(MOST, || {
+        let account = account();
+        let allocate = || {
+            drop(black_box(vec![1_u8; 9 * MIB]));
+            Ok(())
+        };
+        let lines = account.run(|| {
+            let mut kept = lines(20);
+            for nth in 0..20 {
+                let mut command = std::process::Command::new("/bin/true");
+                if nth % 2 == 0 {
+                    // SAFETY: it allocates, which jemalloc allows after a fork.
+                    unsafe { command.pre_exec(allocate) };
+                }
+                assert!(command.status().is_ok_and(|status| status.success()));
+                kept.extend(lines(1));
+                kept.truncate(20 * 1024);
+            }
+            kept
+        });
+        assert!(are_right(&lines));
+    });
+}
+
+#[test]
+fn a_scope_within_work_that_spills_ends_in_a_child_too() {
+    short_of_memory(MOST, || {
+        let arena = HostArena::new("model").expect("an arena");
+        let account = account();
+        let child = account.run(|| {
+            drop(black_box(vec![1_u8; 8 * MIB]));
+            let in_scope = || {
+                // SAFETY: the child allocates, which jemalloc allows after a fork, and ends.
+                unsafe { libc::fork() }
+            };
+            let child = arena.scope_uncached(in_scope).expect("a scope");
+            if child == 0 {
+                let mut block = vec![1_u8; 3 * MIB];
+                block.resize(30 * MIB, 2);
+                drop(black_box(block));
+                let [_, beyond] = heap::in_progress();
+                // SAFETY: ends the child without the handlers of the parent.
+                unsafe { libc::_exit(i32::from(beyond > ByteSize::mib(64))) };
+            }
+            child
+        });
+        let mut status = 0;
+        // SAFETY: a child, and a place for its status.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0);
+    });
+}
+
+/// The order of what threads do is random; the seed is not, and each block is filled at once.
+#[test]
+fn anonymous_memory_is_at_most_what_was_counted_and_a_step_and_a_block_of_each_thread() {
+    const THREADS: usize = 4;
+    const LARGEST: usize = 2 * MIB;
+    heap::watch_growth();
+    leave(ByteSize::mib(200));
+    for seed in 1..20_u64 {
+        let (before, counted) = (anonymous(), heap::counted_growth());
+        let check = |when: &str| {
+            let grown = anonymous().saturating_sub(before).get();
+            let counted = heap::counted_growth() - counted;
+            let most = counted + (THREADS * (MIB + LARGEST) + 8 * MIB) as u64;
+            assert!(grown <= most, "seed {seed}, {when}: {grown} beyond {most}");
+        };
+        thread::scope(|scope| {
+            for nth in 0..THREADS as u64 {
+                scope.spawn(move || {
+                    let (mut state, mut kept) = (seed * 31 + nth + 1, Vec::new());
+                    let account = account();
+                    account.run(|| {
+                        for _ in 0..200 {
+                            state ^= state << 13;
+                            state ^= state >> 7;
+                            state ^= state << 17;
+                            let size = 1 << (state % 22);
+                            if seed % 2 == 0 && state & 64 == 0 && !kept.is_empty() {
+                                kept.swap_remove((state >> 8) as usize % kept.len());
+                            } else {
+                                kept.push(vec![1_u8; size]);
+                            }
+                        }
+                        check("in work");
+                    });
+                    drop(kept);
+                    check("after work");
+                });
+            }
+        });
+        check("at the end");
+    }
+    heap::unwatch_growth();
+}
+
+/// On a disk in a file of a disk that gets full: only the kernel still writes then. Needs root.
+#[test]
+fn a_write_by_the_kernel_that_fails_after_the_spill_ends_the_pager() {
+    const MOUNT: &str = "
+        image() { truncate -s $1 $2 && mkfs.ext4 -q $2 && mount -o loop $2 $3; }
+        mkdir -p $D/outer $D/inner && image 300m $D/img $D/outer && rm $D/img &&
+        image 1g $D/outer/img $D/inner || exit 77; exec \"$0\" \"$@\"";
+    let dir = format!("{DISK}/failing");
+    let inner = format!("{dir}/inner");
+    if !Path::new(&inner).join("lost+found").exists() {
+        std::fs::create_dir_all(&dir).expect("a folder");
+        let mut again = std::process::Command::new("unshare");
+        again.args(["-m", "sh", "-c", MOUNT]).arg(std::env::current_exe().expect("a path"));
+        let status = again.args(std::env::args().skip(1)).env("D", &dir).status();
+        let no_mounts = |code| matches!(code, Some(1 | 77));
+        if let Ok(status) = status
+            && !no_mounts(status.code())
+        {
+            assert!(status.success(), "{status}");
+        }
+        return;
+    }
+    heap::watch_growth();
+    heap::spill_into(Path::new(&inner), MOST).expect("a disk");
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let pager = scope.spawn(|| heap::run_pager(&stop, &SystemClock::new()));
+        leave(ByteSize::ZERO);
+        assert!(soon(spills), "nothing spills");
+        let kept = account().run(|| lines(60));
+        let mut fill = std::process::Command::new("fallocate");
+        let full = fill.args(["-l", "9g", &format!("{dir}/outer/full")]).output();
+        assert!(!full.expect("a program").status.success());
+        // SAFETY: writes what is not written.
+        unsafe { libc::sync() };
+        let has_failed = soon(|| pager.is_finished());
+        stop.store(true, Ordering::Release);
+        heap::pager_bell().ring();
+        assert!(has_failed, "{} are right", are_right(&kept));
+        pager.join().expect("no panic").expect_err("a failed write");
+    });
+}
