@@ -96,6 +96,9 @@ struct Cli {
     /// One poll that needs more than the limit, in so many rounds: minutes each.
     #[arg(long, value_name = "ROUNDS")]
     poll: Option<u32>,
+    /// One case of `--poll`, without times, such as `json.1.5`.
+    #[arg(long, requires = "poll")]
+    only: Option<String>,
     /// Three services of different sizes behind Envoy, whose program this is, balanced by load
     /// reports and in turn.
     #[arg(long, value_name = "FILE")]
@@ -149,8 +152,8 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
         streams::run(&runner.base, &mut runner.figures)?
     } else if let Some(rounds) = cli.mixed {
         mixed::run(&runner.base, rounds, &mut runner.figures)?
-    } else if let Some(rounds) = cli.poll {
-        poll::run(&runner.base, rounds, &mut runner.figures)?
+    } else if cli.poll.is_some() {
+        poll::run(&runner.base, cli, &mut runner.figures)?
     } else if let Some(envoy) = &cli.envoy {
         fleet::run(&runner.base, envoy, cli.ci, &mut runner.figures)?
     } else if cli.ci {
