@@ -221,8 +221,8 @@ static HOOKS: Hooks = Hooks(extent_hooks_t {
     alloc: Some(extent_alloc),
     dalloc: None,
     destroy: None,
-    commit: Some(extent_commit),
-    decommit: Some(extent_decommit),
+    commit: Some(extent_change::<true>),
+    decommit: Some(extent_change::<false>),
     purge_lazy: None,
     purge_forced: None,
     split: Some(extent_split),
@@ -254,23 +254,9 @@ unsafe extern "C" fn extent_alloc(
     pages
 }
 
-/// Reserves the blocks of pages that have none. Returns `true` for "not done".
-unsafe extern "C" fn extent_commit(
-    _: *mut extent_hooks_t,
-    extent: *mut c_void,
-    _: usize,
-    offset: usize,
-    length: usize,
-    _: c_uint,
-) -> bool {
-    let at = extent.addr() + offset;
-    let region = REGION.get().filter(|region| region.contains(at));
-    // Others are anonymous.
-    region.is_some_and(|region| !region.reserve(at, length))
-}
-
-/// Releases pages. Returns `true` for "not done".
-unsafe extern "C" fn extent_decommit(
+/// Reserves the blocks of pages that have none if it `RESERVES`, or releases pages. Returns `true`
+/// for "not done".
+unsafe extern "C" fn extent_change<const RESERVES: bool>(
     _: *mut extent_hooks_t,
     extent: *mut c_void,
     _: usize,
@@ -280,9 +266,10 @@ unsafe extern "C" fn extent_decommit(
 ) -> bool {
     let pages = extent.wrapping_byte_add(offset);
     match REGION.get().filter(|region| region.contains(pages.addr())) {
+        Some(region) if RESERVES => !region.reserve(pages.addr(), length),
         Some(region) => !region.release(pages.addr(), length),
         // SAFETY: anonymous pages of the arena, without a block in them.
-        None => unsafe { libc::madvise(pages, length, libc::MADV_DONTNEED) != 0 },
+        None => !RESERVES && unsafe { libc::madvise(pages, length, libc::MADV_DONTNEED) != 0 },
     }
 }
 

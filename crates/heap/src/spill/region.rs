@@ -264,7 +264,7 @@ mod calls {
     use std::os::unix::fs::OpenOptionsExt as _;
     use std::path::Path;
 
-    use super::PIECE;
+    use crate::spill::region::PIECE;
 
     fn result(status: c_int) -> io::Result<()> {
         if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
