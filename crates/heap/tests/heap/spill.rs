@@ -382,10 +382,7 @@ fn a_folder_that_does_not_serve_is_refused() {
     // SAFETY: the limit of this process, which ends with this test.
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit) }, 0);
     let error = spill_into(DISK).expect_err("64 MiB are too little");
-    assert!(
-        error.to_string().ends_with("room for 64.0 MiB; expected at least 128.0 MiB"),
-        "{error}"
-    );
+    assert!(error.to_string().contains("room for 64.0 MiB "), "{error}");
 }
 
 #[test]
