@@ -149,10 +149,8 @@ impl EffectiveConf {
 
     fn compare(&self, requested: &str) -> Vec<Difference> {
         let mut differences = Vec::new();
-        for (name, value) in settings(requested) {
-            if last(requested, name) != Some(value) {
-                continue;
-            }
+        let counts = settings(requested).filter(|it| last(requested, it.0) == Some(it.1));
+        for (name, value) in counts {
             let found = match self.get(name) {
                 Some(found) if found == value => continue,
                 // The default of a number follows from the CPUs.

@@ -103,11 +103,8 @@ impl Rule {
     /// Returns the rule in the low bits of a word; not 0.
     fn packed(self) -> u64 {
         let (kind, size, frame_pointer) = match self {
-            Self::Frame { base: Base::StackPointer, size, frame_pointer } => {
-                (1, size / WORD, frame_pointer / WORD)
-            }
-            Self::Frame { base: Base::FramePointer, size, frame_pointer } => {
-                (2, size / WORD, frame_pointer / WORD)
+            Self::Frame { base, size, frame_pointer } => {
+                (1 + base as u64, size / WORD, frame_pointer / WORD)
             }
             Self::End => (3, 0, 0),
             Self::Other => (3, 1, 0),
