@@ -277,7 +277,7 @@ impl Admitted {
             usage::add(&held.holds.permit, origin, &need, succeeded, (memory.peak, claim));
         }
         // What spilled is no evidence of a need below the claim.
-        let measured = is_measured.then_some(memory.peak.max(self.claim().min(memory.spilled)));
+        let measured = is_measured.then_some(memory.peak.max(claim.min(memory.spilled)));
         if held.cancelled.is_some() || held.has_taught {
             // It might have needed more.
             return need.learn_at_least(held.reported.max(measured).unwrap_or_default());
