@@ -479,7 +479,7 @@ fn a_poll_that_outgrows_its_claim_goes_on_on_disk() {
         assert_eq!(poll(&mut call), Poll::Ready(StatusCode::OK));
         lowtide_heap::spilled().1 > 0
     });
-    let (held, reserved, has_room, listed) = seen.lock().expect("no panic").expect("it ran");
+    let (held, reserved, has_room, listed) = seen.lock().expect("no panic").take().expect("it ran");
     assert!(held.spilled >= ByteSize::mib(80) && held.peak < ByteSize::mib(16), "{held:?}");
     assert!(reserved < ByteSize::mib(16) && has_room, "{reserved}");
     assert_eq!(listed.iter().map(|it| it.spilled).collect::<Vec<_>>(), [held.spilled]);
