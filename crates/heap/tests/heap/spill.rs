@@ -596,50 +596,6 @@ fn a_scope_within_work_that_spills_ends_in_a_child_too() {
     });
 }
 
-/// The order of what threads do is random; the seed is not, and each block is filled at once.
-#[test]
-fn anonymous_memory_is_at_most_what_was_counted_and_a_step_and_a_block_of_each_thread() {
-    const THREADS: usize = 4;
-    const LARGEST: usize = 2 * MIB;
-    heap::watch_growth();
-    leave(ByteSize::mib(200));
-    for seed in 1..20_u64 {
-        let (before, counted) = (anonymous(), heap::counted_growth());
-        let check = |when: &str| {
-            let grown = anonymous().saturating_sub(before).get();
-            let counted = heap::counted_growth() - counted;
-            let most = counted + (THREADS * (MIB + LARGEST) + 8 * MIB) as u64;
-            assert!(grown <= most, "seed {seed}, {when}: {grown} beyond {most}");
-        };
-        thread::scope(|scope| {
-            for nth in 0..THREADS as u64 {
-                scope.spawn(move || {
-                    let (mut state, mut kept) = (seed * 31 + nth + 1, Vec::new());
-                    let account = account();
-                    account.run(|| {
-                        for _ in 0..200 {
-                            state ^= state << 13;
-                            state ^= state >> 7;
-                            state ^= state << 17;
-                            let size = 1 << (state % 22);
-                            if seed % 2 == 0 && state & 64 == 0 && !kept.is_empty() {
-                                kept.swap_remove((state >> 8) as usize % kept.len());
-                            } else {
-                                kept.push(vec![1_u8; size]);
-                            }
-                        }
-                        check("in work");
-                    });
-                    drop(kept);
-                    check("after work");
-                });
-            }
-        });
-        check("at the end");
-    }
-    heap::unwatch_growth();
-}
-
 /// On a disk in a file of a disk that gets full: only the kernel still writes then. Needs root.
 #[test]
 fn a_write_by_the_kernel_that_fails_after_the_spill_ends_the_pager() {
