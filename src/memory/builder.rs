@@ -573,10 +573,7 @@ fn launch(parts: AssembledParts, stack: ByteSize) -> Result<Memory, StartError> 
         if shared.claim.is_attached {
             heap::unwatch_growth();
         }
-        if !shared.admission.is_closed() {
-            maintenance.leave(); // dropped, not shut down: resources may still be loaded
-        }
-        maintenance.wake_waiting();
+        maintenance.leave();
         // No more decisions follow: the worker ends after its queue.
         shared.state.close();
     })?;

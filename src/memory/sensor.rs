@@ -57,6 +57,8 @@ pub(super) struct SensorState {
     next_libc: Moment,
     /// The most bytes that a purge could not release: they stay resident if later ones can.
     unreleased_max: ByteSize,
+    /// The bytes that work had on disk.
+    on_disk: ByteSize,
 }
 
 /// A refresh of jemalloc's statistics, and measurements of the same moment.
@@ -176,6 +178,8 @@ impl Sensor for MemorySensor {
             Sample { physical: signal.physical, limit: signal.limit, ..Sample::default() };
         sample.has_fit = self.signals.has_fit();
         [sample.in_progress, sample.outgrown] = heap::in_progress();
+        let (on_disk, _) = heap::spilled();
+        sample.spilled = on_disk.saturating_sub(std::mem::replace(&mut self.seen.on_disk, on_disk));
         sample.anonymous = signal.anonymous.unwrap_or(ByteSize::ZERO);
         if self.heap.is_some() {
             heap::publish_sample(counted, signal.limit.bytes, signal.physical, sample.anonymous);

@@ -307,11 +307,3 @@ lowtide_core::named_enum! {
         HeldTooLong = "held_too_long",
     }
 }
-
-impl RejectReason {
-    /// Returns `true` if the service sheds load with it: another instance may serve the request
-    /// now. It does not if the request or its client is the reason.
-    pub(crate) const fn is_shed(self) -> bool {
-        !matches!(self, Self::TooLarge | Self::SlowClient | Self::HeldTooLong)
-    }
-}

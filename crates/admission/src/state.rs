@@ -751,8 +751,10 @@ impl AdmissionState {
 
     /// Counts a rejection, in the class of what did not fit.
     pub(super) fn count_rejection(&self, reason: RejectReason, short: Option<(Budget, ByteSize)>) {
+        use RejectReason::{HeldTooLong, SlowClient, TooLarge};
         self.tally().rejected(reason, short);
-        if reason.is_shed() {
+        // Another instance may serve the request now, unless it or its client is the reason.
+        if !matches!(reason, TooLarge | SlowClient | HeldTooLong) {
             self.sheds.fetch_add(1, Ordering::Relaxed);
         }
     }

@@ -86,6 +86,8 @@ pub struct Sample {
     pub in_progress: ByteSize,
     /// What work in progress has taken beyond the reservations of its requests.
     pub outgrown: ByteSize,
+    /// What work has put on disk since the sample before, for lack of memory.
+    pub spilled: ByteSize,
     /// Bytes of live blocks on the heap.
     pub heap_live: ByteSize,
     /// Bytes of heap pages with live blocks.
@@ -331,17 +333,16 @@ impl Maintenance {
         assert!(count <= STEPS_MAX, "{count} reclaim steps, expected at most {STEPS_MAX}");
         let (thresholds, factor) = (settings.thresholds, settings.correction_factor);
         let account = |budget| BudgetAccount::new(admission.clone(), budget, thresholds, factor);
-        let (host, device) = (account(Budget::Host), account(Budget::Device));
         Ok(Self {
             settings,
             sensor,
+            host: account(Budget::Host),
+            device: account(Budget::Device),
             admission,
             resources,
             steps: steps.into(),
             state: Arc::default(),
             purge: Arc::default(),
-            host,
-            device,
             further: Vec::new(),
             ceiling: Ceiling::new(settings.ceiling, settings.ceiling_max),
             planned: Moment::NEVER,
@@ -413,7 +414,8 @@ impl Maintenance {
         }
         // And once a large one that waits for that holds what it needs.
         let unheld = state.host.unheld().saturating_add(state.unused.wanted());
-        self.may_fill_up = sample.physical.saturating_add(unheld) > tick.most;
+        let needs = sample.physical.saturating_add(unheld);
+        self.may_fill_up = needs > tick.most || !sample.spilled.is_zero();
         state.large.tend(self.host.pressure.level, now);
         let held = [sample.physical, purgeable_now(sample)];
         state.unused.publish(freed, held, [tick.urgent_worth, tick.most]);
@@ -422,7 +424,7 @@ impl Maintenance {
         figures.saturation = self.saturate(&tick);
         let decided = [exhaustion, self.decide_purge(&tick)].into_iter();
         let mut jobs = Jobs::default();
-        decided.chain(self.climb(now)).flatten().for_each(|job| jobs.insert(job));
+        decided.chain(self.climb(&tick)).flatten().for_each(|job| jobs.insert(job));
         let due = self.post_due(&tick, &mut jobs);
         let Settings { active_tick, idle_tick, .. } = self.settings;
         let is_active = self.is_active(&tick, last.physical);
@@ -509,25 +511,22 @@ impl Maintenance {
         step.mul_f64(1.0 - self.settings.jitter * part)
     }
 
-    /// Wakes what waits for a tick, when this loop has ended and none follows.
-    pub fn wake_waiting(&self) {
-        self.admission.state().large.wake_all();
-    }
-
-    /// Resets admission when this loop ends before the service: the level is cleared, and the
-    /// allowance becomes `ceiling / K`, as if nothing were held but the reservations. Otherwise a
-    /// critical level at that moment would reject requests forever. A closed admission stays
-    /// closed.
+    /// Ends this loop. Unless admission is closed, and stays so, it is reset: the level is cleared,
+    /// and the allowance becomes `ceiling / K`, as if nothing were held but the reservations.
+    /// Otherwise a critical level at that moment would reject requests forever. What waits for a
+    /// tick is woken, since none follows.
     pub fn leave(&mut self) {
-        let own = [&mut self.host, &mut self.device];
-        own.into_iter().chain(&mut self.further).for_each(BudgetAccount::leave);
-        self.admission.set_level(Level::None);
         let state = self.admission.state();
-        state.unowned.store(0, Ordering::Relaxed);
-        for figure in [&state.host.single, &state.host.taken] {
-            figure.store(0, Ordering::Relaxed);
+        if !self.admission.is_closed() {
+            let own = [&mut self.host, &mut self.device];
+            own.into_iter().chain(&mut self.further).for_each(BudgetAccount::leave);
+            self.admission.set_level(Level::None);
+            for figure in [&state.unowned, &state.host.single, &state.host.taken] {
+                figure.store(0, Ordering::Relaxed);
+            }
+            state.queue.end();
         }
-        state.queue.end();
+        state.large.wake_all();
     }
 
     /// Updates the exhaustion state. Returns a job if it has changed.
@@ -595,17 +594,19 @@ impl Maintenance {
         (figures.sample, figures.limit, figures.ceiling_parts) = (*sample, limit, parts);
         let share = self.settings.ceiling;
         let device_ceiling = part_of(device_limit, share);
-        let mark = self.settings.thresholds.down[0];
-        for (account, [physical, purgeable, outgrown], limit, ceiling) in [
-            (&mut self.host, [sample.physical, sample.purgeable, sample.outgrown], limit, ceiling),
-            (&mut self.device, [committed, idle, ByteSize::ZERO], device_limit, device_ceiling),
+        let (mark, none) = (self.settings.thresholds.down[0], ByteSize::ZERO);
+        let Sample { physical, purgeable, outgrown, spilled, .. } = *sample;
+        for (account, [physical, purgeable, outgrown, spilled], limit, ceiling) in [
+            (&mut self.host, [physical, purgeable, outgrown, spilled], limit, ceiling),
+            (&mut self.device, [committed, idle, none, none], device_limit, device_ceiling),
         ] {
             if !account.is_unused(physical, limit) {
                 account.correct(Measured { physical, purgeable, outgrown, ceiling, turnover });
             }
             let nth = account.budget as usize;
             figures.levels[nth] = account.pressure.level;
-            figures.wanted[nth] = physical.saturating_sub(part_of(limit, mark));
+            let above = physical.saturating_sub(part_of(limit, mark));
+            figures.wanted[nth] = above.saturating_add(spilled);
         }
         for (nth, device) in self.further.iter_mut().enumerate() {
             device.update_device(self.sensor.further_device(nth), share, now);
@@ -672,11 +673,13 @@ impl Maintenance {
         self.saturation.add(now, value)
     }
 
-    /// Returns one reclaim step for each budget.
-    fn climb(&self, now: Moment) -> [Option<Job>; 2] {
-        [&self.host, &self.device].map(|account| {
-            let step = due(&self.steps, account.budget, account.pressure.level, now)?;
-            self.steps.get(step)?.pace.start(now).then_some(Job::Reclaim { step })
+    /// Returns one reclaim step for each budget. Work that spills begins to before the level is high.
+    fn climb(&self, tick: &Tick) -> [Option<Job>; 2] {
+        let least = if tick.sample.spilled.is_zero() { Level::None } else { Level::High };
+        [(&self.host, least), (&self.device, Level::None)].map(|(account, least)| {
+            let level = account.pressure.level.max(least);
+            let step = due(&self.steps, account.budget, level, tick.now)?;
+            self.steps.get(step)?.pace.start(tick.now).then_some(Job::Reclaim { step })
         })
     }
 

@@ -523,10 +523,11 @@ pub(super) fn places(
     let path = Path::new(OsStr::from_bytes(path));
     let mut found = Vec::new();
     let mut lines = mounts.split(|&byte| byte == b'\n');
+    let point = |line: &[u8]| line.split(|&byte| byte == b' ').nth(4).map(unescaped);
     while let Some(line) = lines.next() {
         let Some((root, mount)) = mount_of(line, controller) else { continue };
         // A mount that a later line covers cannot be reached.
-        if lines.clone().any(|later| mount_point(later).is_some_and(|point| point == mount)) {
+        if lines.clone().any(|later| point(later).is_some_and(|point| point == mount)) {
             continue;
         }
         let place = CgroupPath { mount, root, below: PathBuf::new(), outside: true };
@@ -542,10 +543,6 @@ pub(super) fn places(
     }
     found.sort_by_key(|place| place.outside);
     found
-}
-
-fn mount_point(line: &[u8]) -> Option<PathBuf> {
-    line.split(|&byte| byte == b' ').nth(4).map(unescaped)
 }
 
 /// Returns root and mount point of a line

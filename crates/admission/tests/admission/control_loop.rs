@@ -416,6 +416,26 @@ fn an_idle_resource_is_unloaded_under_pressure_after_a_purge_was_tried() {
     assert_eq!(rig.triggers()[..2], [Trigger::Pressure, Trigger::Unload]);
 }
 
+/// The bug: work that spills begins to before the level is high, so that nothing else made room.
+#[test]
+fn while_work_spills_memory_is_purged_and_idle_resources_are_unloaded() {
+    let mut rig = Rig::new(Settings::default(), ByteSize::mib(1000), ByteSize::mib(300));
+    let managed = Managed::builder("model", || Ok(()))
+        .cost(Cost::host(ByteSize::mib(100)))
+        .build(rig.clock.clone(), None);
+    drop(managed.acquire_blocking().expect("loads"));
+    assert_eq!(rig.resources.add(&managed), Ok(()));
+    rig.run(Duration::from_millis(300));
+    rig.memory.with(|memory| memory.free(200 * MIB));
+    let before = rig.triggers().len();
+    rig.memory.with(|memory| memory.sample.spilled = ByteSize::mib(16));
+    assert!(managed.stats().loaded);
+    rig.run(Duration::from_secs(2));
+    assert_eq!(rig.admission.level(), Level::None);
+    assert!(!managed.stats().loaded);
+    assert_eq!(rig.triggers()[before..][..2], [Trigger::Pressure, Trigger::Unload]);
+}
+
 #[test]
 fn the_loop_is_slow_when_nothing_goes_on_and_fast_when_something_does() {
     let settings = Settings { publish_interval: None, ..Settings::default() };
