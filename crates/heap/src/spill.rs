@@ -173,12 +173,7 @@ pub(crate) fn begin() {
         BEFORE.set(before);
         account::begin_spill();
         redirect::set_spills(true);
-        if SPILLING.fetch_add(1, Relaxed) == 0
-            && active_pages() == 0
-            && let Some(region) = REGION.get()
-        {
-            region.know_others();
-        }
+        SPILLING.fetch_add(1, Relaxed);
         BEGUN.fetch_add(1, Relaxed);
         BELL.ring();
     }
@@ -325,19 +320,23 @@ pub fn run_pager(stop: &AtomicBool, clock: &dyn Clock) -> io::Result<()> {
     let _alone = lock(&PAGER);
     IS_PAGED.store(true, Relaxed);
     let (mut piece, mut left, mut rest, mut purged) = (0, 0, REST, Moment::ORIGIN);
+    let mut did_spill = false;
     // Ends when `stop` is set; each iteration waits.
     while !stop.load(Acquire) {
         region.check_writes()?;
         let is_many = || region.in_memory() > WINDOW.load(Relaxed);
-        let (top, now) = (region.taken() / PIECE * PIECE, clock.now());
+        let (top, now) = (region.taken.load(Relaxed) / PIECE * PIECE, clock.now());
         let spills = SPILLING.load(Relaxed) > 0;
+        if !std::mem::replace(&mut did_spill, spills) && spills {
+            region.know_others();
+        }
         // Before the purge, which releases what was freed by then.
         let is_empty = active_pages() == 0;
         // Once more around after the end of a spill.
         left = if spills { top / PIECE } else { left };
         let is_busy = spills || left > 0 && is_many();
         rest = if is_busy { REST } else { (rest * 2).min(REST_MAX) };
-        if region.taken() > 0 && (now - purged >= PURGE_EVERY || !is_busy) {
+        if region.taken.load(Relaxed) > 0 && (now - purged >= PURGE_EVERY || !is_busy) {
             purged = now;
             // SAFETY: a purge releases pages without blocks, and no other.
             let _ = arena().map(|index| unsafe { ctl::ARENA_PURGE.perform_in(index) });

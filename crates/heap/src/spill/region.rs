@@ -6,7 +6,7 @@
 //! Invariant: `pages in use <= blocks on disk`, while the file is the process's.
 
 use std::ffi::c_void;
-use std::fs::File;
+use std::fs::{self, File};
 use std::mem::MaybeUninit;
 use std::os::fd::AsRawFd as _;
 use std::path::Path;
@@ -17,7 +17,7 @@ use std::{io, ptr};
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::file::OwnedFile;
 use lowtide_core::fork::Birth;
-use lowtide_core::kernel::file_size_limit;
+use lowtide_core::kernel::{file_size_limit, kib_of};
 
 use crate::error::HostError;
 use crate::process::{locked, statm};
@@ -30,8 +30,6 @@ const FREE_MIN: ByteSize = ByteSize::mib(128);
 pub(super) const GROWTH_MAX: usize = 8 << 20;
 /// The bytes that the pager writes and drops in one step.
 pub(super) const PIECE: usize = 4 << 20;
-/// The access to pages of the region.
-const ACCESS: i32 = libc::PROT_READ | libc::PROT_WRITE;
 
 /// The mapped file.
 pub(super) struct Region {
@@ -40,7 +38,7 @@ pub(super) struct Region {
     size: usize,
     birth: Birth,
     /// The part that jemalloc ever got.
-    taken: AtomicUsize,
+    pub(super) taken: AtomicUsize,
     /// The bytes with blocks on disk.
     on_disk: AtomicU64,
     /// The mapped file pages of the process beyond it: its program, libraries and other files.
@@ -90,10 +88,6 @@ impl Region {
         at.wrapping_sub(self.start) < self.size
     }
 
-    pub(super) fn taken(&self) -> usize {
-        self.taken.load(Relaxed)
-    }
-
     pub(super) fn on_disk(&self) -> ByteSize {
         ByteSize::new(self.on_disk.load(Relaxed))
     }
@@ -103,9 +97,13 @@ impl Region {
         mapped_files().saturating_sub(self.others.load(Relaxed))
     }
 
-    /// Takes the mapped file pages of now for those of other files. No page is in use.
+    /// Finds out which mapped file pages are those of other files. Reads the map of the process,
+    /// which takes milliseconds and allocates.
     pub(super) fn know_others(&self) {
-        self.others.store(mapped_files(), Relaxed);
+        let (mapped, map) = (mapped_files(), fs::read_to_string("/proc/self/smaps"));
+        let start = format!("{:x}-", self.start);
+        let own = map.ok().and_then(|map| kib_of(map.split_once(&start)?.1.as_bytes(), b"Rss:"));
+        self.others.store(mapped.saturating_sub(own.unwrap_or_default().get()), Relaxed);
     }
 
     /// Returns `false` in a forked child.
@@ -196,9 +194,10 @@ unsafe fn map(
     flags: i32,
     file: Option<&File>,
 ) -> io::Result<*mut c_void> {
-    let (flags, handle) = (flags | libc::MAP_NORESERVE, file.map_or(-1, |file| file.as_raw_fd()));
+    let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, flags | libc::MAP_NORESERVE);
+    let handle = file.map_or(-1, |file| file.as_raw_fd());
     // SAFETY: as the caller promises.
-    let start = unsafe { libc::mmap(at, size, ACCESS, flags, handle, 0) };
+    let start = unsafe { libc::mmap(at, size, access, flags, handle, 0) };
     if start == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(start) }
 }
 
@@ -325,4 +324,35 @@ mod calls {
         Err(ErrorKind::Unsupported.into())
     }
     pub(super) fn drop_from_memory(_: *mut c_void, _: usize) {}
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    const MIB: usize = 1 << 20;
+
+    fn fill(pages: *mut c_void, size: usize) {
+        // SAFETY: writable pages that nothing else uses.
+        unsafe { pages.write_bytes(1, size) };
+    }
+
+    /// The bug: a file that the process mapped while spilled memory was kept counted as part of it,
+    /// so that all work that spilled later waited for the pager.
+    #[test]
+    fn mapped_pages_of_other_files_are_not_the_regions() {
+        let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
+        let region = Region::create(dir.path(), ByteSize::mib(256)).expect("a disk");
+        let (kept, is_reserved) = region.take(0, 8 * MIB, 4096, true).expect("room");
+        assert!(is_reserved);
+        fill(kept, 8 * MIB);
+        let other = tempfile::tempfile_in(dir.path()).expect("a file");
+        other.set_len(64 << 20).expect("a size");
+        // SAFETY: a new mapping.
+        let pages = unsafe { map(ptr::null_mut(), 64 * MIB, libc::MAP_SHARED, Some(&other)) };
+        fill(pages.expect("a mapping"), 64 * MIB);
+        region.know_others();
+        let in_memory = region.in_memory() >> 20;
+        assert!((7..16).contains(&in_memory), "{in_memory} MiB");
+    }
 }
