@@ -617,7 +617,7 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
     check_process(&told);
     let snapshot = memory.snapshot();
     let heap = snapshot.heap.expect("jemalloc tells");
-    assert_eq!(keys(&told["heap"]).len(), 11);
+    assert_eq!(keys(&told["heap"]).len(), 13);
     let table_of = json!([{ "name": "table", "live_bytes": 0, "retained_bytes": 0 }]);
     assert_eq!(told["heap"]["arenas"], table_of, "its loader allocates nothing");
     assert!(told["heap"]["mapped_bytes"].as_u64().is_some_and(|mapped| mapped > 0), "{heap:?}");

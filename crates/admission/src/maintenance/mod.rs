@@ -521,9 +521,8 @@ impl Maintenance {
             let own = [&mut self.host, &mut self.device];
             own.into_iter().chain(&mut self.further).for_each(BudgetAccount::leave);
             self.admission.set_level(Level::None);
-            for figure in [&state.unowned, &state.host.single, &state.host.taken] {
-                figure.store(0, Ordering::Relaxed);
-            }
+            state.unowned.store(0, Ordering::Relaxed);
+            [&state.host.single, &state.host.taken].map(|it| it.store(0, Ordering::Relaxed));
             state.queue.end();
         }
         state.large.wake_all();
