@@ -66,6 +66,8 @@ impl Region {
             return Err(HostError::SpillRoom { dir: dir_text(), room, least: FREE_MIN });
         }
         file.set_len(most.get()).map_err(fails)?;
+        // Fails if the file system cannot reserve blocks or, below, release them.
+        calls::reserve(file, 0, PIECE).map_err(fails)?;
         let (size, flags) = (most.as_usize().unwrap_or(usize::MAX), libc::MAP_SHARED);
         // SAFETY: a new mapping, at an address that the kernel chooses.
         let start = unsafe { map(ptr::null_mut(), size, flags, Some(file)) }.map_err(fails)?;
@@ -73,8 +75,6 @@ impl Region {
         let (start, others) = (start.expose_provenance(), AtomicU64::new(mapped_files()));
         let (birth, taken, on_disk) = (Birth::now(), AtomicUsize::new(0), AtomicU64::new(0));
         let region = Self { file: owned, start, size, birth, taken, on_disk, others };
-        // Fails if the file system cannot reserve blocks and release them.
-        calls::reserve(region.file.file(), 0, PIECE).map_err(fails)?;
         calls::release(region.pages(0), PIECE).map_err(fails)?;
         Ok(region)
     }
