@@ -465,8 +465,7 @@ impl Maintenance {
         let (now, sample, settings) = (tick.now, &tick.sample, &self.settings);
         // While host memory is short, an arena that needs it for its contents does not sleep: that
         // relieves nothing, and a purge would wait for its copies.
-        let is_short = self.host.pressure.level > Level::None;
-        let sleeps = !(is_short && sample.device_sleep_takes_host);
+        let sleeps = self.host.pressure.level == Level::None || !sample.device_sleep_takes_host;
         let mut next = Moment::NEVER;
         for (job, due) in [
             (Job::UnloadIdle, Some(self.resources.next_due())),
@@ -522,7 +521,8 @@ impl Maintenance {
             own.into_iter().chain(&mut self.further).for_each(BudgetAccount::leave);
             self.admission.set_level(Level::None);
             state.unowned.store(0, Ordering::Relaxed);
-            [&state.host.single, &state.host.taken].map(|it| it.store(0, Ordering::Relaxed));
+            state.host.single.store(0, Ordering::Relaxed);
+            state.host.taken.store(0, Ordering::Relaxed);
             state.queue.end();
         }
         state.large.wake_all();
