@@ -51,7 +51,8 @@ const MISSED: &[(&str, f64)] = &[
     ("arena.warm.functions", 92.0),
     ("gpu.view.calls", 11.0),
     ("light.rejection.instructions", 280.0),
-    ("measured.layer.ratio", 1.085),
+    // One program prints 1.083 to 1.086.
+    ("measured.layer.ratio", 1.087),
     ("measured.scope.peak.instructions", 390.0),
 ];
 
