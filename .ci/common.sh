@@ -18,6 +18,12 @@ skip() {
     exit 77
 }
 
+# bench_program NAME: builds a bench, and prints the path of its program.
+bench_program() {
+    realpath "$(cargo bench --locked --bench "$1" --no-run 2>&1 | tee /dev/stderr |
+        sed -n 's/.*Executable .*(\(.*\))/\1/p')"
+}
+
 has() { command -v "$1" >/dev/null 2>&1; }
 
 # As root, or through sudo if there is one.

@@ -428,7 +428,7 @@ impl Maintenance {
         let due = self.post_due(&tick, &mut jobs);
         let Settings { active_tick, idle_tick, .. } = self.settings;
         let is_active = self.is_active(&tick, last.physical);
-        // A quiet service is not woken between its periodic jobs and its ticks.
+        // Not shortened while quiet: otherwise periodic jobs would come between two ticks.
         let step = if is_active { self.jittered(active_tick) } else { idle_tick };
         // A job that is already due has been posted: check again after an active tick at the
         // earliest.
@@ -510,10 +510,10 @@ impl Maintenance {
         step.mul_f64(1.0 - self.settings.jitter * part)
     }
 
-    /// Ends this loop. Unless admission is closed, and stays so, it is reset: the level is cleared,
-    /// and the allowance becomes `ceiling / K`, as if nothing were held but the reservations.
-    /// Otherwise a critical level at that moment would reject requests forever. What waits for a
-    /// tick is woken, since none follows.
+    /// Ends this loop, and wakes what waits for a tick. Resets admission unless it is closed, as it
+    /// is after a shutdown: the level is cleared, and the allowance becomes `ceiling / K`, as if
+    /// nothing were held but the reservations. Otherwise a critical level at that moment would
+    /// reject requests forever.
     pub fn leave(&mut self) {
         let state = self.admission.state();
         if !self.admission.is_closed() {
@@ -672,7 +672,8 @@ impl Maintenance {
         self.saturation.add(now, value)
     }
 
-    /// Returns one reclaim step for each budget. Work that spills begins to before the level is high.
+    /// Returns one reclaim step for each budget. While work spills, which begins below level high,
+    /// the host's steps are those of that level.
     fn climb(&self, tick: &Tick) -> [Option<Job>; 2] {
         let least = if tick.sample.spilled.is_zero() { Level::None } else { Level::High };
         [(&self.host, least), (&self.device, Level::None)].map(|(account, least)| {

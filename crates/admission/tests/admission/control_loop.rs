@@ -400,15 +400,20 @@ fn a_resource_is_unloaded_within_a_tick_of_its_time_and_the_heap_is_purged_after
     assert_eq!(unloads, 1, "asked for once");
 }
 
-#[test]
-fn an_idle_resource_is_unloaded_under_pressure_after_a_purge_was_tried() {
+/// A service with a resource of this cost that is loaded and idle.
+fn with_idle(cost: ByteSize) -> (Rig, Managed<()>) {
     let mut rig = Rig::new(Settings::default(), ByteSize::mib(1000), ByteSize::mib(300));
-    let managed = Managed::builder("model", || Ok(()))
-        .cost(Cost::host(ByteSize::mib(600)))
-        .build(rig.clock.clone(), None);
+    let managed = Managed::builder("model", || Ok(())).cost(Cost::host(cost));
+    let managed = managed.build(rig.clock.clone(), None);
     drop(managed.acquire_blocking().expect("loads"));
     assert_eq!(rig.resources.add(&managed), Ok(()));
     rig.run(Duration::from_millis(300));
+    (rig, managed)
+}
+
+#[test]
+fn an_idle_resource_is_unloaded_under_pressure_after_a_purge_was_tried() {
+    let (mut rig, managed) = with_idle(ByteSize::mib(600));
     rig.memory.with(|memory| memory.allocate(580 * MIB));
     rig.run(Duration::from_millis(300));
     assert!(!managed.stats().loaded, "level {}", rig.admission.level());
@@ -419,13 +424,7 @@ fn an_idle_resource_is_unloaded_under_pressure_after_a_purge_was_tried() {
 /// The bug: work that spills begins to before the level is high, so that nothing else made room.
 #[test]
 fn while_work_spills_memory_is_purged_and_idle_resources_are_unloaded() {
-    let mut rig = Rig::new(Settings::default(), ByteSize::mib(1000), ByteSize::mib(300));
-    let managed = Managed::builder("model", || Ok(()))
-        .cost(Cost::host(ByteSize::mib(100)))
-        .build(rig.clock.clone(), None);
-    drop(managed.acquire_blocking().expect("loads"));
-    assert_eq!(rig.resources.add(&managed), Ok(()));
-    rig.run(Duration::from_millis(300));
+    let (mut rig, managed) = with_idle(ByteSize::mib(100));
     rig.memory.with(|memory| memory.free(200 * MIB));
     let before = rig.triggers().len();
     rig.memory.with(|memory| memory.sample.spilled = ByteSize::mib(16));
