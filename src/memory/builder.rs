@@ -246,6 +246,9 @@ impl Builder {
         check_limit(config, &signals, clock, diagnostics)?;
         if let Some(dir) = config.spill_dir.value.as_deref().filter(|_| !self.is_detached) {
             heap::spill_into(dir, config.spill_max.value).map_err(StartError::Spill)?;
+        } else if config.spill_max.source != Source::Default && config.spill_dir.value.is_none() {
+            let text = "a maximum without effect: expected a folder too (LOWTIDE_SPILL_DIR)";
+            diagnostics.push(Diagnostic::warning("spill_max", text.to_owned()));
         }
         Ok((Arc::new(signals), heap))
     }

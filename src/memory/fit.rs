@@ -44,7 +44,7 @@ pub(super) struct FitTask {
     command: AdminCommand,
 }
 
-/// Describes a limit, such as `512.0 MiB, set by the cgroup (memory.max)`.
+/// Describes a limit, such as `512.0 MiB, set by the cgroup's memory limit`.
 fn describe_limit(limit: Limit) -> String {
     if !limit.is_known() {
         return "unknown".to_owned();

@@ -267,7 +267,7 @@ fn a_limit_that_is_not_above_the_fit_needs_none() {
     let service = Service::start();
     for mib in [1000, 2000] {
         let id = service.fit(mib);
-        service.is_done(id, "the limit is already 1000.0 MiB, set by the cgroup (memory.max)");
+        service.is_done(id, "the limit is already 1000.0 MiB, set by the cgroup's memory limit");
     }
     assert_eq!(service.limit().source, LimitSource::Cgroup);
     let id = service.ask(&LIFT);
@@ -293,7 +293,7 @@ fn a_fit_is_replaced_lifted_and_over_after_ten_minutes() {
     service.until_limit(1000, LimitSource::Cgroup);
     let lasted = service.clock.now() - start;
     assert!(lasted >= Duration::from_secs(598), "{lasted:?}");
-    let ended = "; expired: the limit is 1000.0 MiB, set by the cgroup (memory.max)";
+    let ended = "; expired: the limit is 1000.0 MiB, set by the cgroup's memory limit";
     let task = service.task(third);
     assert!(task.state.name() == "done" && task.state.outcome().ends_with(ended), "{task:?}");
 
@@ -313,7 +313,7 @@ fn a_limit_that_falls_before_the_process_fits_ends_the_fit() {
     let id = service.fit(500);
     service.until_limit(500, LimitSource::Fit);
     service.tree.limit(ByteSize::mib(400));
-    service.is_done(id, "the limit is now 400.0 MiB, set by the cgroup (memory.max)");
+    service.is_done(id, "the limit is now 400.0 MiB, set by the cgroup's memory limit");
     service.until_limit(400, LimitSource::Cgroup);
     assert!(service.memory.shutdown_blocking(SOON).is_clean());
 }
@@ -328,7 +328,7 @@ fn a_limit_that_falls_between_the_command_and_the_next_tick_ends_the_fit() {
     // Begins once the fit is in force.
     service.ask(&AdminCommand::Purge);
     service.tree.limit(ByteSize::mib(400));
-    service.is_done(id, "the limit is now 400.0 MiB, set by the cgroup (memory.max)");
+    service.is_done(id, "the limit is now 400.0 MiB, set by the cgroup's memory limit");
     service.tree.limit(ByteSize::mib(1000));
     service.until_limit(1000, LimitSource::Cgroup);
 }

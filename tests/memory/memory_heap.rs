@@ -243,6 +243,19 @@ fn a_load_during_traffic_is_not_taken_for_memory_of_c_code() {
     assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
+/// Bug: a maximum without a folder was set, and nothing was ever spilled.
+#[test]
+fn a_maximum_of_spilled_bytes_without_a_folder_is_said_to_have_no_effect() {
+    for set in [false, true] {
+        let builder = if set { builder().spill_max(ByteSize::gib(2)) } else { builder() };
+        let memory = builder.start().expect("starts");
+        let is_said =
+            |note: &Diagnostic| note.is_problem && note.text.contains("LOWTIDE_SPILL_DIR");
+        assert_eq!(memory.report().diagnostics().iter().any(is_said), set);
+        assert!(memory.shutdown_blocking(SOON).is_clean());
+    }
+}
+
 /// Bug: a model in an arena of host memory was measured a second time as memory of C code, and did
 /// not fit any more when it was loaded again.
 #[test]

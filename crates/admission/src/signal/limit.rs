@@ -32,11 +32,11 @@ lowtide_core::named_enum! {
 }
 
 impl LimitSource {
-    /// Returns a phrase for messages, such as `the cgroup (memory.max)`.
+    /// Returns a phrase for messages, such as `the cgroup's memory limit`.
     #[must_use]
     pub const fn phrase(self) -> &'static str {
         match self {
-            Self::Cgroup => "the cgroup (memory.max)",
+            Self::Cgroup => "the cgroup's memory limit",
             Self::High => "the cgroup (memory.high)",
             Self::Machine => "the machine",
             Self::Commit => "the commit limit (vm.overcommit_memory=2)",
