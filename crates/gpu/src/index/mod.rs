@@ -86,20 +86,14 @@ pub struct Request {
 /// the same id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct BlockId {
-    /// The record's index; below 2^30.
+    /// The record's index, below 2^30, and the marks of its index.
     slot: u32,
     /// Non-zero, so that an `Option` of an id is no larger than an id.
     generation: NonZeroU64,
 }
 
 impl BlockId {
-    /// Returns the same id with the caller's own two bits set to `marks`. The index does not accept a
-    /// marked id.
-    pub(crate) const fn marked(self, marks: u32) -> Self {
-        Self { slot: self.slot & !MARKS | marks << MARKS.trailing_zeros(), ..self }
-    }
-
-    /// Returns the caller's own bits.
+    /// Returns the two bits that mark the ids of its index.
     pub(crate) const fn marks(self) -> u32 {
         self.slot >> MARKS.trailing_zeros()
     }
@@ -118,7 +112,9 @@ const ANCESTOR: NonZeroU64 = NonZeroU64::MIN.saturating_add(LIVE);
 /// once. If no call may take that long, allocate the table up front ([`BlockIndex::with_room`]).
 #[derive(Debug)]
 pub struct BlockIndex {
-    span: u64,
+    range: Span,
+    /// The marks of its ids, in the bits of [`MARKS`].
+    marks: u32,
     live: u64,
     records: BlockRecords,
     bins: Bins,
@@ -142,12 +138,18 @@ impl BlockIndex {
     #[must_use]
     pub fn with_room(span: u64, blocks: usize) -> Self {
         assert!(span.is_multiple_of(ALIGN), "{span} is not a multiple of {ALIGN}");
+        Self::over(Span { offset: 0, size: span }, 0, blocks)
+    }
+
+    /// Creates an index of a range whose ends are multiples of [`ALIGN`]. Its ids have two bits set
+    /// to `marks`, and it accepts no others.
+    pub(crate) fn over(range: Span, marks: u32, blocks: usize) -> Self {
         let (records, bins) = (BlockRecords::new(blocks), Bins::new());
-        let mut index = Self { span, live: 0, records, bins, generation: ANCESTOR };
-        if span > 0 {
-            let all = Span { offset: 0, size: span };
-            let slot = index.records.insert(all, FREE, NONE, NONE);
-            index.file(slot, all);
+        let marks = marks << MARKS.trailing_zeros();
+        let mut index = Self { range, marks, live: 0, records, bins, generation: ANCESTOR };
+        if range.size > 0 {
+            let slot = index.records.insert(range, FREE, NONE, NONE);
+            index.file(slot, range);
         }
         index
     }
@@ -171,8 +173,8 @@ impl BlockIndex {
         cost: impl Fn(Span) -> u64,
     ) -> Option<(BlockId, Span)> {
         let wanted = self.rounded(request)?;
-        let place = self.find(wanted, &cost)?;
-        Some(self.settle_at(place, wanted))
+        let FreePlace { slot, bin, start, .. } = self.find(wanted, &cost)?;
+        Some(self.carve(slot, bin, Span { offset: start, size: wanted.size }))
     }
 
     /// Like [`BlockIndex::take`], but examines every free block that is large enough, at both of
@@ -187,8 +189,8 @@ impl BlockIndex {
         cost: impl Fn(Span) -> u64,
     ) -> Option<(BlockId, Span)> {
         let wanted = self.rounded(request)?;
-        let place = self.find_cheapest(wanted, &cost)?;
-        Some(self.settle_at(place, wanted))
+        let FreePlace { slot, bin, start, .. } = self.find_cheapest(wanted, &cost)?;
+        Some(self.carve(slot, bin, Span { offset: start, size: wanted.size }))
     }
 
     /// Returns the cost of [`BlockIndex::take_cheapest`].
@@ -209,36 +211,30 @@ impl BlockIndex {
         self.records.have_room().then_some(wanted)
     }
 
-    #[inline]
-    fn settle_at(&mut self, place: FreePlace, wanted: Request) -> (BlockId, Span) {
-        let span = Span { offset: place.start, size: wanted.size };
-        debug_assert!(span.offset.is_multiple_of(wanted.align));
-        (self.carve(place.slot, place.bin, span), span)
-    }
-
     /// Frees a live block, joins it with its free neighbours and returns the block's span; `None`
     /// if the block is not live: it was released before. O(1).
     pub fn release(&mut self, id: BlockId) -> Option<Span> {
-        let BlockRecord { offset, size, prev, next, .. } = *self.live_record(id)?;
+        let slot = self.live_slot(id)?;
+        let BlockRecord { offset, size, prev, next, .. } = self.records[slot];
         let span = Span { offset, size };
         self.live -= size;
         let (before, after) = (self.records[prev], self.records[next]);
         match (before.is_free(), after.is_free()) {
-            (false, false) => self.file(id.slot, span),
+            (false, false) => self.file(slot, span),
             (true, false) => {
-                self.records.remove(id.slot);
+                self.records.remove(slot);
                 let size = before.size + span.size;
                 self.reshape(prev, Bin::of(before.size), Span { size, ..before.span() });
             }
             (false, true) => {
-                self.records.remove(id.slot);
+                self.records.remove(slot);
                 let size = span.size + after.size;
                 self.reshape(next, Bin::of(after.size), Span { offset: span.offset, size });
             }
             (true, true) => {
                 self.unfile(next);
                 self.records.remove(next);
-                self.records.remove(id.slot);
+                self.records.remove(slot);
                 let size = before.size + span.size + after.size;
                 self.reshape(prev, Bin::of(before.size), Span { size, ..before.span() });
             }
@@ -249,7 +245,7 @@ impl BlockIndex {
     /// Returns the span of a live block; `None` if the block is not live. O(1).
     #[must_use]
     pub fn span_of(&self, id: BlockId) -> Option<Span> {
-        self.live_record(id).map(BlockRecord::span)
+        self.live_slot(id).map(|slot| self.records[slot].span())
     }
 
     /// Returns the bytes of all live blocks.
@@ -261,7 +257,12 @@ impl BlockIndex {
     /// Returns the bytes that the index manages.
     #[must_use]
     pub const fn span(&self) -> u64 {
-        self.span
+        self.range.size
+    }
+
+    /// Returns the range that the index manages.
+    pub(crate) const fn range(&self) -> Span {
+        self.range
     }
 
     /// Returns the bytes of the index's tables. They grow with the largest number of blocks, free
@@ -301,7 +302,7 @@ impl BlockIndex {
             at = slot;
             let record = self.records[slot];
             let generation = NonZeroU64::new(record.generation()).filter(|_| !record.is_free());
-            let name = generation.map(|generation| BlockId { slot, generation });
+            let name = generation.map(|generation| BlockId { slot: slot | self.marks, generation });
             (slot != NONE).then(|| (record.span(), name))
         })
     }
@@ -317,7 +318,7 @@ impl BlockIndex {
     /// If an invariant is violated.
     #[doc(hidden)]
     pub fn validate(&self) {
-        let (mut end, mut live, mut free_blocks, mut after_free) = (0, 0, 0, false);
+        let (mut end, mut live, mut free_blocks, mut after_free) = (self.range.offset, 0, 0, false);
         let mut at = NONE;
         for (span, name) in self.blocks() {
             assert_eq!(span.offset, end, "blocks tile the range");
@@ -332,7 +333,7 @@ impl BlockIndex {
             after_free = name.is_none();
         }
         assert_eq!(self.records[NONE].prev, at);
-        assert_eq!((end, live), (self.span, self.live));
+        assert_eq!((end, live), (self.range.end(), self.live));
         let mut filed = 0;
         let mut bin = self.bins.last();
         while let Some(at) = bin {
@@ -347,39 +348,42 @@ impl BlockIndex {
         assert_eq!(filed, free_blocks, "every free block is filed once");
     }
 
-    fn live_record(&self, id: BlockId) -> Option<&BlockRecord> {
-        let record = self.records.find(id.slot);
-        record.filter(|record| record.generation() == id.generation.get())
+    /// Returns the number of a live block's record.
+    #[inline]
+    fn live_slot(&self, id: BlockId) -> Option<u32> {
+        let slot = id.slot ^ self.marks; // of no record if the id has other marks
+        let record = self.records.find(slot)?;
+        (record.generation() == id.generation.get()).then_some(slot)
     }
 
     /// Makes a span of a free block of this bin live, under a new id. The rest on each side stays
     /// free.
     #[inline(always)]
-    fn carve(&mut self, slot: u32, bin: Bin, span: Span) -> BlockId {
+    fn carve(&mut self, slot: u32, bin: Bin, span: Span) -> (BlockId, Span) {
         self.generation = self.generation.saturating_add(1);
         self.live += span.size;
         let generation = self.generation;
         let BlockRecord { offset, size, prev, next, .. } = self.records[slot];
         let (front, back) = (span.offset - offset, offset + size - span.end());
-        if front == 0 && back == 0 {
-            self.unfile_from(bin, slot);
-            self.records[slot].set_generation(generation.get());
-            return BlockId { slot, generation };
-        }
         // The rest keeps the record, so that it stays in its bin if that is still right.
         let rest = Span { offset: span.end(), size: back };
-        if front == 0 {
+        let slot = if front > 0 {
+            self.reshape(slot, bin, Span { offset, size: front });
+            let cut = self.records.insert(span, generation.get(), slot, next);
+            if back > 0 {
+                let after = self.records.insert(rest, FREE, cut, next);
+                self.file(after, rest);
+            }
+            cut
+        } else if back > 0 {
             self.reshape(slot, bin, rest);
-            let slot = self.records.insert(span, generation.get(), prev, slot);
-            return BlockId { slot, generation };
-        }
-        self.reshape(slot, bin, Span { offset, size: front });
-        let cut = self.records.insert(span, generation.get(), slot, next);
-        if back > 0 {
-            let after = self.records.insert(rest, FREE, cut, next);
-            self.file(after, rest);
-        }
-        BlockId { slot: cut, generation }
+            self.records.insert(span, generation.get(), prev, slot)
+        } else {
+            self.unfile_from(bin, slot);
+            self.records[slot].set_generation(generation.get());
+            slot
+        };
+        (BlockId { slot: slot | self.marks, generation }, span)
     }
 
     /// Changes the ends of a free block that is in bin `was`, within the span of the block and its
@@ -487,16 +491,17 @@ impl BlockIndex {
         }
         let slot = self.free_around(span)?;
         let bin = Bin::of(self.records[slot].size);
-        Some(self.carve(slot, bin, span))
+        Some(self.carve(slot, bin, span).0)
     }
 
     /// Resizes a live block in place (0 counts as 1) and returns its new span; `None`, with nothing
     /// changed, if there is no room after it, or the block is not live. The rest of a smaller size
     /// is free. O(1).
     pub fn resize(&mut self, id: BlockId, size: u64) -> Option<Span> {
-        let span = self.span_of(id)?;
+        let slot = self.live_slot(id)?;
+        let span = self.records[slot].span();
         let size = size.max(1).checked_next_multiple_of(ALIGN)?;
-        let next = self.records[id.slot].next;
+        let next = self.records[slot].next;
         let after = self.records[next];
         let beside = if next != NONE && after.is_free() { after.size } else { 0 };
         // The range is below 2^64, and both spans are in it.
@@ -507,12 +512,12 @@ impl BlockIndex {
         if beside == 0 && !self.records.have_room() {
             return None;
         }
-        self.records[id.slot].size = size;
+        self.records[slot].size = size;
         self.live = self.live - span.size + size;
         let left = Span { offset: span.offset + size, size: rest };
         if beside == 0 {
-            let slot = self.records.insert(left, FREE, id.slot, next);
-            self.file(slot, left);
+            let rest = self.records.insert(left, FREE, slot, next);
+            self.file(rest, left);
         } else if rest == 0 {
             self.unfile(next);
             self.records.remove(next);
@@ -541,16 +546,16 @@ impl BlockIndex {
     /// ```
     #[must_use]
     pub fn exchange(&mut self, a: BlockId, b: BlockId) -> bool {
-        let Some((left, right)) = self.span_of(a).zip(self.span_of(b)) else { return false };
+        let Some((a, b)) = self.live_slot(a).zip(self.live_slot(b)) else { return false };
         if a == b {
             return true;
         }
-        if self.records[a.slot].next == b.slot {
-            self.records.swap_neighbours(a.slot, b.slot);
-        } else if self.records[b.slot].next == a.slot {
-            self.records.swap_neighbours(b.slot, a.slot);
-        } else if left.size == right.size {
-            self.records.swap_equals(a.slot, b.slot);
+        if self.records[a].next == b {
+            self.records.swap_neighbours(a, b);
+        } else if self.records[b].next == a {
+            self.records.swap_neighbours(b, a);
+        } else if self.records[a].size == self.records[b].size {
+            self.records.swap_equals(a, b);
         } else {
             return false;
         }

@@ -21,29 +21,19 @@ const SMALL_PART: u64 = 9;
 /// guess.
 pub(crate) const APART_FROM: u64 = 64;
 
-/// The name of one live block of an arena. No name is used twice. It is the id in the block's index,
-/// marked with the region, and with the range of that index.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct BlockName(BlockId);
+/// The id of one live block of an arena. No id is used twice: it has the marks of the region and of
+/// the range.
+pub(crate) type BlockName = BlockId;
 
-impl BlockName {
-    const fn new(id: BlockId, end: End, region: Region) -> Self {
-        Self(id.marked(end as u32 | (region as u32) << 1))
-    }
-
+impl BlockId {
     /// Returns the end of the region at which the block's range is.
     pub(crate) const fn end(self) -> End {
-        if self.0.marks() & 1 == 0 { End::Low } else { End::High }
+        if self.marks() & 1 == 0 { End::Low } else { End::High }
     }
 
     /// Returns the block's region.
     pub(crate) const fn region(self) -> Region {
-        if self.0.marks() & 2 == 0 { Region::Stable } else { Region::Dynamic }
-    }
-
-    /// Returns the block's id in its index.
-    const fn id(self) -> BlockId {
-        self.0.marked(0)
+        if self.marks() & 2 == 0 { Region::Stable } else { Region::Dynamic }
     }
 }
 
@@ -51,8 +41,8 @@ impl BlockName {
 #[derive(Debug)]
 pub(crate) struct RegionIndex {
     pub(crate) region: Region,
-    /// The index of the range at each end, and the start of the range.
-    ranges: [(BlockIndex, u64); 2],
+    /// The index of the range at each end.
+    ranges: [BlockIndex; 2],
 }
 
 /// Returns the bytes of addresses that a region needs so that its large range has `large` of them:
@@ -72,20 +62,21 @@ impl RegionIndex {
         let part = if span / granule < APART_FROM { 0 } else { span / SMALL_PART };
         let small = part / granule * granule;
         let wall = if small > 0 { granule } else { 0 };
-        let high_at = span - small;
-        let (low, high) = (BlockIndex::new(high_at - wall), BlockIndex::new(small));
-        Self { region, ranges: [(low, 0), (high, high_at)] }
+        let low = Span { offset: 0, size: span - small - wall };
+        let high = Span { offset: span - small, size: small };
+        let of = |range, end| BlockIndex::over(range, end as u32 | (region as u32) << 1, 0);
+        Self { region, ranges: [of(low, End::Low), of(high, End::High)] }
     }
 
     /// Returns the bytes of addresses that large blocks can have.
     pub(crate) const fn large(&self) -> u64 {
-        self.ranges[End::Low as usize].0.span()
+        self.bounds(End::Low).size
     }
 
     /// Returns the wall between the ranges, if there are two.
     pub(crate) const fn wall(&self) -> Option<Span> {
-        let (offset, high) = (self.large(), self.ranges[End::High as usize].1);
-        let span = Span { offset, size: high - offset };
+        let offset = self.large();
+        let span = Span { offset, size: self.bounds(End::High).offset - offset };
         if span.size > 0 { Some(span) } else { None }
     }
 
@@ -97,28 +88,24 @@ impl RegionIndex {
         within: bool,
         cost: impl Fn(Span) -> u64,
     ) -> Option<(BlockName, Span)> {
-        let [(low, _), (high, at)] = &mut self.ranges;
+        let [low, high] = &mut self.ranges;
         if matches!(request.end, End::High) && high.span() > 0 {
-            if let Some((id, span)) = high.take(request, |span| cost(up(span, *at))) {
-                return Some((BlockName::new(id, End::High, self.region), up(span, *at)));
-            }
-            if within {
-                return None;
+            let taken = high.take(request, &cost);
+            if taken.is_some() || within {
+                return taken;
             }
         }
-        let (id, span) = low.take(Request { end: End::Low, ..request }, cost)?;
-        Some((BlockName::new(id, End::Low, self.region), span))
+        low.take(Request { end: End::Low, ..request }, cost)
     }
 
     /// Returns all offsets of the range at an end.
     pub(crate) const fn bounds(&self, end: End) -> Span {
-        let (index, offset) = &self.ranges[end as usize];
-        Span { offset: *offset, size: index.span() }
+        self.ranges[end as usize].range()
     }
 
     /// Returns the end whose range an offset lies in.
     pub(crate) const fn end_at(&self, offset: u64) -> End {
-        if offset >= self.ranges[End::High as usize].1 { End::High } else { End::Low }
+        if offset >= self.bounds(End::High).offset { End::High } else { End::Low }
     }
 
     /// Like [`BlockIndex::take_cheapest`], in both ranges for a small block.
@@ -128,99 +115,78 @@ impl RegionIndex {
         cost: impl Fn(Span) -> u64,
     ) -> Option<(BlockName, Span)> {
         let low = Request { end: End::Low, ..request };
-        let [(low_index, _), (high_index, at)] = &mut self.ranges;
-        let high_cost = |span| cost(up(span, *at));
+        let [low_index, high_index] = &mut self.ranges;
         if request.end == End::High
-            && let Some(high) = high_index.cheapest(request, high_cost)
+            && let Some(high) = high_index.cheapest(request, &cost)
             && low_index.cheapest(low, &cost).is_none_or(|low| high <= low)
         {
-            let (id, span) = high_index.take_cheapest(request, high_cost)?;
-            return Some((BlockName::new(id, End::High, self.region), up(span, *at)));
+            return high_index.take_cheapest(request, cost);
         }
-        let (id, span) = low_index.take_cheapest(low, cost)?;
-        Some((BlockName::new(id, End::Low, self.region), span))
+        low_index.take_cheapest(low, cost)
     }
 
     /// Like [`BlockIndex::take_at`].
     pub(crate) fn take_at(&mut self, span: Span) -> Option<BlockName> {
-        let end = self.end_at(span.offset);
-        let (index, at) = &mut self.ranges[end as usize];
-        let id = index.take_at(Span { offset: span.offset - *at, ..span })?;
-        Some(BlockName::new(id, end, self.region))
+        self.ranges[self.end_at(span.offset) as usize].take_at(span)
     }
 
     /// Like [`BlockIndex::release`].
-    pub(crate) fn release(&mut self, name: BlockName) -> Option<Span> {
-        let (index, at) = &mut self.ranges[name.end() as usize];
-        Some(up(index.release(name.id())?, *at))
+    pub(crate) fn release(&mut self, id: BlockName) -> Option<Span> {
+        self.ranges[id.end() as usize].release(id)
     }
 
     /// Like [`BlockIndex::span_of`].
-    pub(crate) fn span_of(&self, name: BlockName) -> Option<Span> {
-        let (index, at) = &self.ranges[name.end() as usize];
-        Some(up(index.span_of(name.id())?, *at))
+    pub(crate) fn span_of(&self, id: BlockName) -> Option<Span> {
+        self.ranges[id.end() as usize].span_of(id)
     }
 
     /// Like [`BlockIndex::resize`]; a block stays in its range.
-    pub(crate) fn resize(&mut self, name: BlockName, size: u64) -> Option<Span> {
-        let (index, at) = &mut self.ranges[name.end() as usize];
-        Some(up(index.resize(name.id(), size)?, *at))
+    pub(crate) fn resize(&mut self, id: BlockName, size: u64) -> Option<Span> {
+        self.ranges[id.end() as usize].resize(id, size)
     }
 
     /// Like [`BlockIndex::exchange`], for two blocks of one range.
-    pub(crate) fn exchange(&mut self, name: BlockName, other: BlockName) -> bool {
-        let end = name.end();
-        end == other.end() && self.ranges[end as usize].0.exchange(name.id(), other.id())
+    pub(crate) fn exchange(&mut self, id: BlockName, other: BlockName) -> bool {
+        self.ranges[id.end() as usize].exchange(id, other)
     }
 
     /// Returns the bytes of all live blocks.
     pub(crate) fn live(&self) -> u64 {
-        self.ranges.iter().map(|(index, _)| index.live()).sum()
+        self.ranges.iter().map(BlockIndex::live).sum()
     }
 
     /// Returns the bytes of the indexes themselves.
     pub(crate) fn metadata(&self) -> usize {
-        self.ranges.iter().map(|(index, _)| index.metadata()).sum()
+        self.ranges.iter().map(BlockIndex::metadata).sum()
     }
 
     /// Like [`BlockIndex::largest_of`], with this many looks in each range.
     pub(crate) fn largest_of(&self, looks: usize, measure: impl Fn(Span) -> u64) -> u64 {
-        let of = |(index, at): &(BlockIndex, u64)| {
-            index.largest_of(looks, |span| measure(up(span, *at)))
-        };
-        self.ranges.iter().map(of).fold(0, u64::max)
+        let ranges = self.ranges.iter();
+        ranges.map(|index| index.largest_of(looks, &measure)).fold(0, u64::max)
     }
 
     /// Like [`BlockIndex::blocks`]: the blocks of the low range, then those of the high range. The
     /// wall is not included.
     pub(crate) fn blocks(&self) -> impl Iterator<Item = (Span, Option<BlockName>)> {
-        self.blocks_of(End::Low).chain(self.blocks_of(End::High))
+        self.ranges.iter().flat_map(BlockIndex::blocks)
     }
 
     /// Like [`BlockIndex::live_blocks_unordered`], for both ranges.
     pub(crate) fn live_unordered(&self) -> impl Iterator<Item = Span> {
-        let ranges = self.ranges.iter();
-        ranges.flat_map(|(index, at)| index.live_blocks_unordered().map(|span| up(span, *at)))
+        self.ranges.iter().flat_map(BlockIndex::live_blocks_unordered)
     }
 
     /// Like [`RegionIndex::blocks`], for one range.
     pub(crate) fn blocks_of(&self, end: End) -> impl Iterator<Item = (Span, Option<BlockName>)> {
-        let (index, at) = &self.ranges[end as usize];
-        let region = self.region;
-        let named = move |id: BlockId| BlockName::new(id, end, region);
-        index.blocks().map(move |(span, id)| (up(span, *at), id.map(named)))
+        self.ranges[end as usize].blocks()
     }
 
     /// # Panics
     /// If an invariant is violated.
     pub(crate) fn validate(&self) {
-        self.ranges.iter().for_each(|(index, _)| index.validate());
+        self.ranges.iter().for_each(BlockIndex::validate);
     }
-}
-
-/// Returns the span in the region for a span in a range that begins at `at`.
-const fn up(span: Span, at: u64) -> Span {
-    Span { offset: span.offset + at, size: span.size }
 }
 
 #[cfg(test)]
