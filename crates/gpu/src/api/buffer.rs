@@ -267,7 +267,7 @@ impl<T: Pod> Buffer<T> {
     }
 
     #[cfg(all(test, not(lowtide_loom)))]
-    pub(crate) fn block_id(&self) -> Option<crate::state::region_index::BlockName> {
+    pub(crate) fn block_id(&self) -> Option<crate::index::BlockId> {
         self.owned.block.map(|block| block.id)
     }
 

@@ -20,8 +20,9 @@ use crate::engine::move_block::{
     self, BatchOutcome, BatchRefusal, Layout, MovedBlock, batch_limit, move_batch,
 };
 use crate::exec::ArenaInner;
+use crate::index::BlockId;
+use crate::state::StreamKey;
 use crate::state::compact::plan::{PASSES_MAX, first_batch};
-use crate::state::{BlockName, StreamKey};
 use crate::types::{
     CompactOptions, CompactReport, DeviceError, DeviceErrorWith, Moved, Region, Result,
 };
@@ -37,14 +38,14 @@ use lowtide_core::{ByteSize, log};
 pub struct BlockPin {
     inner: Arc<ArenaInner>,
     /// The pinned block; `None` if the buffer has no block.
-    id: Option<BlockName>,
+    id: Option<BlockId>,
     /// Bytes of the export that ends with this pin; `None` for a pin alone.
     exported: Option<u64>,
 }
 
 impl BlockPin {
     /// Pins a block, after waiting for the end of its move if it moves.
-    pub(crate) fn new(inner: &Arc<ArenaInner>, id: Option<BlockName>) -> Self {
+    pub(crate) fn new(inner: &Arc<ArenaInner>, id: Option<BlockId>) -> Self {
         if let Some(id) = id {
             inner.run(async |cx| move_block::pin(cx, id).await);
         }

@@ -25,9 +25,9 @@ use super::commit::ensure_committed;
 use super::completion::{Proof, complete_live, leave_stream, own_stream};
 use super::context::OpContext;
 use crate::driver::{DeviceAddress, DriverError, StreamHandle};
-use crate::index::{End, Span};
+use crate::index::{BlockId, End, Span};
 use crate::state::compact::plan::{self, CompactPlan, CompactTarget, Hold, LayoutPart, Move};
-use crate::state::{ArenaState, BlockName, Dependencies, Placement, RawUse, StreamKey, StreamUses};
+use crate::state::{ArenaState, Dependencies, Placement, RawUse, StreamKey, StreamUses};
 use crate::types::{CompactOptions, DeviceError, Region, Result};
 use lowtide_core::bytes::ByteSize;
 
@@ -38,7 +38,7 @@ const ROUNDS_MAX: usize = 3;
 /// A block that moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MovedBlock {
-    pub(crate) id: BlockName,
+    pub(crate) id: BlockId,
     pub(crate) made: Move,
     pub(crate) from: DeviceAddress,
     pub(crate) to: DeviceAddress,
@@ -75,7 +75,7 @@ pub(crate) struct BatchOutcome {
 /// A block with the place that was taken for it, as arriving.
 #[derive(Clone, Copy, Debug)]
 struct TakenPlace {
-    id: BlockName,
+    id: BlockId,
     made: Move,
     placed: Placement,
     /// The bytes of granules that the place made active.
@@ -113,7 +113,7 @@ enum CopyOutcome {
 pub(crate) async fn move_batch(
     cx: &OpContext<'_>,
     options: CompactOptions,
-    moves: &[(BlockName, Move)],
+    moves: &[(BlockId, Move)],
 ) -> BatchOutcome {
     let (taken, outcome) = (Vec::with_capacity(moves.len()), BatchOutcome::default());
     let mut batch = Batch { options, taken, stream: None, is_unfinished: false, outcome };
@@ -134,11 +134,7 @@ pub(crate) async fn move_batch(
 
 /// Takes the places, commits them, waits until no work uses live blocks, and marks the blocks as
 /// moving. Returns `false` if no block moves.
-async fn prepare(
-    cx: &OpContext<'_>,
-    moves: &[(BlockName, Move)],
-    batch: &mut Batch,
-) -> Result<bool> {
+async fn prepare(cx: &OpContext<'_>, moves: &[(BlockId, Move)], batch: &mut Batch) -> Result<bool> {
     for &(id, made) in moves {
         if cx.with(|state| is_busy(state)) {
             return Ok(batch.refuse(BatchRefusal::Busy));
@@ -184,7 +180,7 @@ async fn prepare(
 fn take_place(
     state: &mut ArenaState,
     options: CompactOptions,
-    id: BlockName,
+    id: BlockId,
     made: Move,
 ) -> Option<TakenPlace> {
     if !may_move(state, options, id, made) {
@@ -206,7 +202,7 @@ pub(super) fn is_busy(state: &ArenaState) -> bool {
 }
 
 /// Returns `true` if a block may still make its move.
-fn may_move(state: &ArenaState, options: CompactOptions, id: BlockName, made: Move) -> bool {
+fn may_move(state: &ArenaState, options: CompactOptions, id: BlockId, made: Move) -> bool {
     let region = state.region(options.region);
     // Checked first: if the block was freed, its memory may be gone too.
     if region.index.span_of(id) != Some(made.source()) {
@@ -423,7 +419,7 @@ fn ends_of(state: &ArenaState, region: Region, made: Move) -> [DeviceAddress; 2]
 // Invariant: a place that is returned under a lease stays until the lease ends.
 
 /// Waits until this block does not move.
-pub(crate) async fn wait_until_still(cx: &OpContext<'_>, id: BlockName) {
+pub(crate) async fn wait_until_still(cx: &OpContext<'_>, id: BlockId) {
     cx.wait_while(|state| state.moves.is_moving(id)).await;
 }
 
@@ -453,7 +449,7 @@ pub(crate) fn check_whole(state: &ArenaState, placed: Placement) -> Result<()> {
 }
 
 /// Pins a block after the end of a move in progress. A pinned block does not move.
-pub(crate) async fn pin(cx: &OpContext<'_>, id: BlockName) {
+pub(crate) async fn pin(cx: &OpContext<'_>, id: BlockId) {
     wait_until_still(cx, id).await;
     cx.with(|state| {
         state.region_mut(id.region()).pins.pin(id);
@@ -546,7 +542,7 @@ fn parts_of(
 }
 
 /// Returns if and how a block may move.
-pub(super) fn hold(state: &ArenaState, options: CompactOptions, id: BlockName, span: Span) -> Hold {
+pub(super) fn hold(state: &ArenaState, options: CompactOptions, id: BlockId, span: Span) -> Hold {
     let region = state.region(options.region);
     if region.is_held(span) {
         return Hold::Stays;

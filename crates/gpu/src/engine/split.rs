@@ -26,10 +26,10 @@ use super::completion::{Proof, complete_live};
 use super::context::OpContext;
 use super::move_block::{hold, is_busy};
 use crate::driver::DriverError;
-use crate::index::Span;
+use crate::index::{BlockId, Span};
 use crate::state::{
-    Ages, AllocRequest, ArenaState, BlockName, CommitOptions, Dependencies, Hold, PlacedRun,
-    Placement, RequestOrigin, Run, Runs,
+    Ages, AllocRequest, ArenaState, CommitOptions, Dependencies, Hold, PlacedRun, Placement,
+    RequestOrigin, Run, Runs,
 };
 use crate::types::{CompactOptions, Region};
 use lowtide_core::clock::Moment;
@@ -105,7 +105,7 @@ fn choose(state: &ArenaState, ages: Option<Ages>) -> Option<PlacedRun> {
 
 /// Returns `true` if every block that touches a handle may move, and nothing there is pending.
 /// `blocks` are the blocks of the region in address order.
-fn may_divide(state: &ArenaState, region: Region, run: Run, blocks: &[(Span, BlockName)]) -> bool {
+fn may_divide(state: &ArenaState, region: Region, run: Run, blocks: &[(Span, BlockId)]) -> bool {
     let options = CompactOptions::new(region);
     let span = state.region(region).segment.span_of(run);
     let mut blocks = over(blocks, span).iter();
@@ -114,7 +114,7 @@ fn may_divide(state: &ArenaState, region: Region, run: Run, blocks: &[(Span, Blo
 }
 
 /// Returns those of the blocks, in address order, that overlap a span.
-fn over(blocks: &[(Span, BlockName)], of: Span) -> &[(Span, BlockName)] {
+fn over(blocks: &[(Span, BlockId)], of: Span) -> &[(Span, BlockId)] {
     let first = blocks.partition_point(|(span, _)| span.end() <= of.offset);
     let end = blocks.partition_point(|(span, _)| span.offset < of.end());
     &blocks[first..end]

@@ -14,7 +14,8 @@ use crate::exec::inner::ArenaInner;
 use crate::exec::thread_cache::CacheShard;
 #[cfg(feature = "cuda")]
 use crate::exec::view::is_capturing;
-use crate::state::{BlockName, LaneNumber, RawUser, StreamKey};
+use crate::index::BlockId;
+use crate::state::{LaneNumber, RawUser, StreamKey};
 use lowtide_core::fork::Birth;
 
 /// A stream that the arena knows, for as long as the stream may be used.
@@ -164,7 +165,7 @@ impl ArenaInner {
     }
 
     /// Records that a lane uses a block.
-    pub(crate) fn note_use(&self, id: BlockName, lane: &LaneInner) {
+    pub(crate) fn note_use(&self, id: BlockId, lane: &LaneInner) {
         if let Some(lane) = lane.number.filter(|_| self.is_recorded()) {
             self.run_now(|state| state.note_use(id, lane));
         }

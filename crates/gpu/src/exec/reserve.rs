@@ -10,7 +10,7 @@
 
 use crate::driver::{DeviceAddress, Driver, DriverError};
 use crate::state::Segment;
-use crate::state::region_index;
+use crate::state::region::span_for;
 use lowtide_core::bytes::ByteSize;
 
 /// The address space of a region if neither the device's memory nor a limit is known. 512 GiB: more
@@ -112,7 +112,7 @@ pub(crate) unsafe fn give_up(driver: &dyn Driver, segment: &Segment) {
 fn offsets(granule: ByteSize, wanted: ByteSize) -> Segment {
     let largest = wanted.min(RESERVE_MAX).max(granule).next_multiple_of(granule);
     let largest = largest.unwrap_or(RESERVE_MAX).min(RESERVE_MAX).get();
-    let extent = region_index::span_for(largest.saturating_mul(ROOM_FOR_WALLS), granule.get());
+    let extent = span_for(largest.saturating_mul(ROOM_FOR_WALLS), granule.get());
     Segment::of_pieces(ByteSize::new(extent).min(RESERVE_MAX), largest, granule)
 }
 
@@ -120,7 +120,7 @@ fn offsets(granule: ByteSize, wanted: ByteSize) -> Segment {
 fn extent(size: ByteSize, granule: ByteSize) -> ByteSize {
     let whole = size.min(RESERVE_MAX).max(granule).next_multiple_of(granule);
     // Plus the share of small blocks.
-    let whole = region_index::span_for(whole.unwrap_or(RESERVE_MAX).get(), granule.get());
+    let whole = span_for(whole.unwrap_or(RESERVE_MAX).get(), granule.get());
     ByteSize::new(whole).min(RESERVE_MAX)
 }
 

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use crate::driver::{Backend, Capabilities, DeviceAddress, StreamHandle};
-use crate::index::{End, Span};
+use crate::index::{BlockId, End, Span};
 use crate::state::aging::{Ages, Aging};
 use crate::state::event::{EventLog, LaneNumber, requested};
 use crate::state::failure::{AllocFailure, Cause, CompactionEstimate};
@@ -19,9 +19,8 @@ use crate::state::outstanding::{Captured, ImportedRange, Outstanding};
 use crate::state::pending::{Dependencies, StreamUses};
 use crate::state::raw::{RawBlocks, RawUse};
 use crate::state::region::{
-    AllocRequest, CacheCounts, PlacedRun, Placement, RegionState, Search, end_of,
+    APART_FROM, AllocRequest, CacheCounts, PlacedRun, Placement, RegionState, Search, end_of,
 };
-use crate::state::region_index::{APART_FROM, BlockName};
 use crate::state::segment::{Cursor, GranuleCall, Leave, MemoryCounts, Runs, Segment};
 use crate::state::sleep::{Sleep, SleepPhase};
 use crate::state::streams::{StreamKey, StreamTable};
@@ -196,7 +195,7 @@ impl ArenaState {
     }
 
     /// Records the new address of a moved block, if it is a raw block.
-    pub(crate) fn readdress(&mut self, from: DeviceAddress, id: BlockName) {
+    pub(crate) fn readdress(&mut self, from: DeviceAddress, id: BlockId) {
         if self.raw.get(&from).is_some_and(|raw| raw.placed.id == id)
             && let Some(mut raw) = self.raw.remove(&from)
         {
@@ -517,7 +516,7 @@ impl ArenaState {
     }
 
     /// Records that a lane uses a block.
-    pub(crate) fn note_use(&self, id: BlockName, lane: LaneNumber) {
+    pub(crate) fn note_use(&self, id: BlockId, lane: LaneNumber) {
         let address = || self.region(id.region()).address_of(id);
         self.events
             .push("use", |line| line.number("address", address()).number("lane", lane.get()));

@@ -6,16 +6,15 @@
 
 use std::collections::BTreeMap;
 
-use crate::index::{ALIGN, End};
+use crate::index::{ALIGN, BlockId, End};
 use crate::state::compact::plan::Hold;
 use crate::state::region::Placement;
-use crate::state::region_index::BlockName;
 use crate::state::streams::StreamKey;
 use crate::types::Contents;
 
 /// The blocks that a compaction moves now: one batch. Each that its owner has freed meanwhile has its
 /// place, and the streams that used it, none if they are unknown.
-pub(crate) type MovingBatch = BTreeMap<BlockName, Option<(Placement, Vec<StreamKey>)>>;
+pub(crate) type MovingBatch = BTreeMap<BlockId, Option<(Placement, Vec<StreamKey>)>>;
 
 /// The state of compactions.
 #[derive(Debug, Default)]
@@ -36,7 +35,7 @@ pub(crate) struct MoveState {
 
 impl MoveState {
     /// Returns `true` if this block moves now.
-    pub(crate) fn is_moving(&self, id: BlockName) -> bool {
+    pub(crate) fn is_moving(&self, id: BlockId) -> bool {
         self.moving.as_ref().is_some_and(|batch| batch.contains_key(&id))
     }
 
@@ -92,66 +91,66 @@ impl PinEntry {
 /// The blocks of a region that differ from the default.
 #[derive(Debug, Default)]
 pub(crate) struct Pins {
-    entries: BTreeMap<BlockName, PinEntry>,
+    entries: BTreeMap<BlockId, PinEntry>,
     /// The number of entries with a treatment of contents.
     with_contents: usize,
     /// Blocks that an operation has placed but not yet completed: about one per thread.
-    busy: Vec<BlockName>,
+    busy: Vec<BlockId>,
     /// Blocks that a copy whose end was not observed may still use: none, unless the driver failed.
-    pub(crate) copied: Vec<BlockName>,
+    pub(crate) copied: Vec<BlockId>,
 }
 
 impl Pins {
     /// Pins a block. It does not move until it is unpinned as often as it was pinned.
-    pub(crate) fn pin(&mut self, id: BlockName) {
+    pub(crate) fn pin(&mut self, id: BlockId) {
         self.change(id, |entry| entry.pins = entry.pins.saturating_add(1));
     }
 
     /// Unpins a block. Does nothing if the block was freed.
-    pub(crate) fn unpin(&mut self, id: BlockName) {
+    pub(crate) fn unpin(&mut self, id: BlockId) {
         self.change(id, |entry| entry.pins = entry.pins.saturating_sub(1));
     }
 
     /// Keeps a block from moving while an operation continues with it. At most one operation does.
-    pub(crate) fn begin_operation(&mut self, id: BlockName) {
+    pub(crate) fn begin_operation(&mut self, id: BlockId) {
         self.busy.push(id);
     }
 
     /// Ends the operation of a block.
-    pub(crate) fn end_operation(&mut self, id: BlockName) {
+    pub(crate) fn end_operation(&mut self, id: BlockId) {
         if let Some(at) = self.busy.iter().position(|busy| *busy == id) {
             self.busy.swap_remove(at);
         }
     }
 
     /// Restricts a block to multiples of `align`.
-    pub(crate) fn align(&mut self, id: BlockName, align: u64) {
+    pub(crate) fn align(&mut self, id: BlockId, align: u64) {
         self.change(id, |entry| entry.align = align.max(ALIGN));
     }
 
     /// Records that the contents of a block were lost.
-    pub(crate) fn lose(&mut self, id: BlockName) {
+    pub(crate) fn lose(&mut self, id: BlockId) {
         self.change(id, |entry| entry.is_lost = true);
     }
 
     /// Returns the blocks whose contents were lost.
-    pub(crate) fn lost(&self) -> impl Iterator<Item = BlockName> {
+    pub(crate) fn lost(&self) -> impl Iterator<Item = BlockId> {
         self.entries.iter().filter(|(_, entry)| entry.is_lost).map(|(&id, _)| id)
     }
 
-    pub(crate) fn is_lost(&self, id: BlockName) -> bool {
+    pub(crate) fn is_lost(&self, id: BlockId) -> bool {
         self.entries.get(&id).is_some_and(|entry| entry.is_lost)
     }
 
     /// Sets the treatment of a block's contents; `None` for the region's.
-    pub(crate) fn set_contents(&mut self, id: BlockName, contents: Option<Contents>) {
+    pub(crate) fn set_contents(&mut self, id: BlockId, contents: Option<Contents>) {
         self.with_contents -= usize::from(self.contents(id).is_some());
         self.with_contents += usize::from(contents.is_some());
         self.change(id, |entry| entry.contents = contents);
     }
 
     /// Returns the treatment of a block's contents. One comparison if no block has its own.
-    pub(crate) fn contents(&self, id: BlockName) -> Option<Contents> {
+    pub(crate) fn contents(&self, id: BlockId) -> Option<Contents> {
         if self.with_contents == 0 {
             return None;
         }
@@ -159,19 +158,19 @@ impl Pins {
     }
 
     /// Records that the contents of a block were discarded.
-    pub(crate) fn discard(&mut self, id: BlockName) {
+    pub(crate) fn discard(&mut self, id: BlockId) {
         self.change(id, |entry| entry.is_discarded = true);
     }
 
     /// Returns `true` if the contents were discarded since the last call.
-    pub(crate) fn take_discarded(&mut self, id: BlockName) -> bool {
+    pub(crate) fn take_discarded(&mut self, id: BlockId) -> bool {
         let mut is_discarded = false;
         self.change(id, |entry| is_discarded = std::mem::take(&mut entry.is_discarded));
         is_discarded
     }
 
     /// Removes the settings of a freed block. Two comparisons if no block has any.
-    pub(crate) fn forget(&mut self, id: BlockName) {
+    pub(crate) fn forget(&mut self, id: BlockId) {
         if !self.entries.is_empty() {
             let gone = self.entries.remove(&id);
             self.with_contents -= usize::from(gone.is_some_and(|entry| entry.contents.is_some()));
@@ -182,7 +181,7 @@ impl Pins {
     }
 
     /// Returns if and how a block of this end may move.
-    pub(crate) fn hold(&self, id: BlockName, end: End) -> Hold {
+    pub(crate) fn hold(&self, id: BlockId, end: End) -> Hold {
         let entry = self.entries.get(&id).copied().unwrap_or(PinEntry::NONE);
         let is_in_use = self.busy.contains(&id) || self.copied.contains(&id);
         if entry.pins > 0 || entry.is_lost || is_in_use {
@@ -195,14 +194,14 @@ impl Pins {
     ///
     /// # Panics
     /// If the invariant is violated.
-    pub(crate) fn validate(&self, is_live: impl Fn(BlockName) -> bool) {
+    pub(crate) fn validate(&self, is_live: impl Fn(BlockId) -> bool) {
         assert!(self.entries.iter().all(|(&id, &entry)| is_live(id) && entry != PinEntry::NONE));
         let with_contents = self.entries.values().filter(|entry| entry.contents.is_some());
         assert_eq!(self.with_contents, with_contents.count());
         assert!(self.busy.iter().chain(&self.copied).all(|&id| is_live(id)));
     }
 
-    fn change(&mut self, id: BlockName, act: impl FnOnce(&mut PinEntry)) {
+    fn change(&mut self, id: BlockId, act: impl FnOnce(&mut PinEntry)) {
         let entry = self.entries.entry(id).or_insert(PinEntry::NONE);
         act(entry);
         if *entry == PinEntry::NONE {

@@ -12,9 +12,9 @@
 use std::collections::BTreeMap;
 
 use crate::driver::DeviceAddress;
-use crate::index::{End, Span};
+use crate::index::{BlockId, End, Span};
 use crate::state::aging::{Ages, Stamp};
-use crate::state::region_index::{BlockName, RegionIndex};
+use crate::state::region::RegionIndex;
 use crate::state::segment::{Leave, MemoryCounts, Run, Runs};
 use lowtide_core::bytes::ByteSize;
 
@@ -23,7 +23,7 @@ use lowtide_core::bytes::ByteSize;
 struct PieceEntry {
     size: u64,
     /// The block that holds the offsets in the index; `None` if blocks may use them.
-    hold: Option<BlockName>,
+    hold: Option<BlockId>,
     piece: Option<PieceMemory>,
 }
 

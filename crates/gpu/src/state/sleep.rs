@@ -15,8 +15,8 @@ use std::task::Waker;
 use std::time::Duration;
 
 use crate::driver::{DeviceAddress, HOST_GRANULARITY, HostStore, StreamHandle};
+use crate::index::BlockId;
 use crate::state::region::{PlacedRun, RegionState};
-use crate::state::region_index::BlockName;
 use crate::state::segment::{Run, Segment};
 use crate::state::streams::StreamKey;
 use crate::types::{Contents, DeviceError, HostBudget, Region, SleepConfig, SleepState};
@@ -500,7 +500,7 @@ impl RegionState {
 
     /// Returns the runs of committed granules, with the treatment of each granule.
     fn run_contents(&self, usual: Contents, is_host: bool) -> Vec<(Range<usize>, Vec<Contents>)> {
-        let of = |name: BlockName| match self.pins.contents(name).unwrap_or(usual) {
+        let of = |name: BlockId| match self.pins.contents(name).unwrap_or(usual) {
             Contents::Keep if is_host => Contents::Stay,
             contents => contents,
         };
