@@ -24,8 +24,7 @@ use crate::exec::{
 };
 use crate::index::ALIGN;
 use crate::record::Recording;
-use crate::state::event::{RequestOrigin, requested};
-use crate::state::{AllocRequest, ArenaState};
+use crate::state::{AllocRequest, ArenaState, RequestOrigin};
 use crate::types::{
     ArenaConfig, ArenaGlance, ArenaSnapshot, DeviceCosts, DeviceError, Region, RegionSnapshot,
     Result, Shortage,
@@ -487,9 +486,7 @@ impl ArenaInner {
     fn refuse_too_large(&self, request: &AllocRequest) {
         self.run_now(|state| {
             state.totals.alloc_failures_addresses_total += 1;
-            state
-                .events
-                .push("alloc_failed", |line| requested(line, request).text("why", "too_large"));
+            state.events.push("alloc_failed", |line| request.note(line).text("why", "too_large"));
         });
     }
 }

@@ -10,8 +10,8 @@ use std::sync::Arc;
 
 use crate::driver::{Backend, Capabilities, DeviceAddress, StreamHandle};
 use crate::index::{BlockId, End, Span};
+use crate::record::{Line, Recorder};
 use crate::state::aging::{Ages, Aging};
-use crate::state::event::{EventLog, LaneNumber, requested};
 use crate::state::failure::{AllocFailure, Cause, CompactionEstimate};
 use crate::state::growth::GrowthSteps;
 use crate::state::moves::MoveState;
@@ -19,7 +19,8 @@ use crate::state::outstanding::{Captured, ImportedRange, Outstanding};
 use crate::state::pending::{Dependencies, StreamUses};
 use crate::state::raw::{RawBlocks, RawUse};
 use crate::state::region::{
-    APART_FROM, AllocRequest, CacheCounts, PlacedRun, Placement, RegionState, Search, end_of,
+    APART_FROM, AllocRequest, CacheCounts, LaneNumber, PlacedRun, Placement, RegionState, Search,
+    end_of,
 };
 use crate::state::segment::{Cursor, GranuleCall, Leave, MemoryCounts, Runs, Segment};
 use crate::state::sleep::{Sleep, SleepPhase};
@@ -50,6 +51,29 @@ pub(crate) struct CommitOptions {
     pub(crate) grow: bool,
     /// Uses handles of several granules where the block covers them.
     pub(crate) large_handles: bool,
+}
+
+/// The clock of an arena, and the recorder of its events, if it has one. Without a recorder no event
+/// is built, and the clock is not read for one.
+#[derive(Debug)]
+pub(crate) struct EventLog {
+    pub(crate) clock: Arc<dyn Clock>,
+    recorder: Option<Recorder>,
+}
+
+impl EventLog {
+    /// Records an event that took effect now, under the state's lock: its name, and its fields as
+    /// keys of a JSON object (`docs/RECORDING.md`).
+    #[inline]
+    pub(crate) fn push(
+        &self,
+        name: &'static str,
+        fields: impl for<'a, 'b> FnOnce(&'a mut Line<'b>) -> &'a mut Line<'b>,
+    ) {
+        if let Some(recorder) = &self.recorder {
+            recorder.write(&*self.clock, name, fields);
+        }
+    }
 }
 
 /// The state of an arena.
@@ -233,7 +257,7 @@ impl ArenaState {
         (region.arriving, region.live) = (region.arriving - size, region.live + size);
         region.requested = region.requested.wrapping_add(placed.requested);
         self.events.push("alloc", |line| {
-            requested(line, request).number("size", placed.span.size).address(placed.at)
+            request.note(line).number("size", placed.span.size).address(placed.at)
         });
         self.totals.allocs_total += 1;
         self.note_live(placed);
@@ -547,7 +571,7 @@ impl ArenaState {
             let is_limited =
                 matches!(error, DeviceError::OutOfMemory { .. }) && self.limit != ByteSize::MAX;
             let left = self.limit.get().saturating_sub(self.memory().backed);
-            requested(line, request).text("why", why).number("headroom", is_limited.then_some(left))
+            request.note(line).text("why", why).number("headroom", is_limited.then_some(left))
         });
     }
 

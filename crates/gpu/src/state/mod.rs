@@ -3,7 +3,6 @@
 pub(crate) mod aging;
 pub(crate) mod arena;
 pub(crate) mod compact;
-pub(crate) mod event;
 pub(crate) mod failure;
 pub(crate) mod growth;
 pub(crate) mod moves;
@@ -19,12 +18,13 @@ pub(crate) mod streams;
 pub(crate) use aging::Ages;
 pub(crate) use arena::{ArenaState, CommitOptions};
 pub(crate) use compact::plan::{Hold, OUTLOOK_PASSES};
-pub(crate) use event::{LaneNumber, RequestOrigin};
 pub(crate) use failure::{AllocFailure, Cause};
 pub(crate) use outstanding::Release;
 pub(crate) use pending::{Dependencies, StreamUses};
 pub(crate) use raw::{RawUse, RawUser, Users};
-pub(crate) use region::{AllocRequest, CacheCounts, PlacedRun, Placement, Search};
+pub(crate) use region::{
+    AllocRequest, CacheCounts, LaneNumber, PlacedRun, Placement, RequestOrigin, Search,
+};
 pub(crate) use segment::{GranuleCall, Run, Runs, START, Segment};
 pub(crate) use sleep::{OutgoingRun, Saved, SleepPhase, StoredCopy};
 pub(crate) use streams::{Pick, StreamEvent, StreamKey, StreamTable, StreamUse, Wait};

@@ -12,8 +12,7 @@ use std::collections::BTreeMap;
 use smallvec::SmallVec;
 
 use crate::driver::{DeviceAddress, StreamHandle};
-use crate::state::event::LaneNumber;
-use crate::state::region::Placement;
+use crate::state::region::{LaneNumber, Placement};
 use crate::state::streams::{StreamKey, StreamTable};
 
 /// The maximum number of streams that a raw block remembers. With one more, the block counts as

@@ -8,9 +8,11 @@
 //! Invariants: `requested + cached <= live`; `live + arriving + held = index.live`, and held
 //! ranges have no memory; `live <= active`.
 
+use std::num::NonZeroU64;
+
 use crate::driver::DeviceAddress;
 use crate::index::{ALIGN, BlockId, BlockIndex, End, Request, Span};
-use crate::state::event::RequestOrigin;
+use crate::record::Line;
 use crate::state::moves::Pins;
 use crate::state::pending::{Dependencies, Pending, StreamUses};
 use crate::state::segment::{GranuleCall, Run, Segment};
@@ -55,6 +57,36 @@ pub(crate) enum Search {
     Clear,
 }
 
+/// The number of a lane of an arena, from 1.
+pub(crate) type LaneNumber = NonZeroU64;
+
+lowtide_core::named_enum! {
+    /// The kind of a request for a block.
+    #[derive(Clone, Copy, Debug)]
+    pub(crate) enum RequestKind {
+        Buffer = "buffer",
+        Raw = "raw",
+        Reserve = "reserve",
+        /// The new block of a resize.
+        Resize = "resize",
+    }
+}
+
+/// The source of a request for a block. Small, because each request carries it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RequestOrigin {
+    pub(crate) kind: RequestKind,
+    /// The lane that the request is for.
+    pub(crate) lane: Option<LaneNumber>,
+}
+
+impl RequestOrigin {
+    pub(crate) const BUFFER: Self = Self { kind: RequestKind::Buffer, lane: None };
+    pub(crate) const RAW: Self = Self { kind: RequestKind::Raw, lane: None };
+    pub(crate) const RESERVE: Self = Self { kind: RequestKind::Reserve, lane: None };
+    pub(crate) const RESIZE: Self = Self { kind: RequestKind::Resize, lane: None };
+}
+
 /// A requested block.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AllocRequest {
@@ -85,6 +117,16 @@ impl AllocRequest {
         }
         let size = requested.checked_next_multiple_of(ALIGN).unwrap_or(requested);
         Some(Self { region, size, align, requested, origin, taker: None })
+    }
+
+    /// Adds the request to the line of its event.
+    pub(crate) fn note<'a, 'b>(&self, line: &'a mut Line<'b>) -> &'a mut Line<'b> {
+        let RequestOrigin { kind, lane } = self.origin;
+        line.text("kind", kind.name())
+            .text("region", self.region.name())
+            .number("bytes", self.requested)
+            .number("align", self.align)
+            .number("lane", lane.map(NonZeroU64::get))
     }
 }
 
