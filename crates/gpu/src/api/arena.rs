@@ -31,6 +31,7 @@ use crate::types::{
 };
 use bytemuck::Pod;
 use lowtide_core::clock::{Clock, Moment};
+use lowtide_core::sync::atomic::Ordering;
 use lowtide_core::{ByteSize, log};
 
 /// A device arena. A cheap handle: clones refer to the same arena.
@@ -142,34 +143,55 @@ impl DeviceArena {
         let origin =
             RequestOrigin { lane: lane.and_then(|lane| lane.number), ..RequestOrigin::BUFFER };
         let layout = self.inner.layout::<T>(len, None, region, origin)?;
-        let taker = lane.and_then(|lane| lane.key);
-        let wanted = AllocRequest::new(region, layout, origin);
-        let wanted = wanted.map(|of| AllocRequest { taker, ..of });
-        let shard = lane.map_or_else(|| Some(self.shards.here()), |lane| lane.shard.as_ref());
-        if let (Some(wanted), Some(shard)) = (wanted, shard)
-            && let Some(mut owned) = self.kept(shard, wanted)
-        {
-            lane.into_iter().for_each(|lane| owned.lanes.add(Arc::clone(lane)));
-            return Ok(Buffer::new(owned, len));
+        let mut wanted = AllocRequest::new(region, layout, origin);
+        let shard = self.shard_of(lane);
+        if let Some(wanted) = &mut wanted {
+            wanted.taker = lane.and_then(|lane| lane.key);
+            // Blocks with larger alignments have an entry in the arena's metadata.
+            if wanted.size <= self.inner.caches.room(shard.stream)
+                && wanted.align <= ALIGN
+                && let Some(mut owned) =
+                    shard.take(CacheKey::new(region, wanted.size), wanted.requested)
+            {
+                if matches!(&owned.block, Some(placed) if self.inner.is_fresh(placed)) {
+                    lane.into_iter().for_each(|lane| owned.lanes.add(Arc::clone(lane)));
+                    return Ok(Buffer::new(owned, len));
+                }
+                // The block was moved while it was cached: only the arena knows its address.
+                let mut moved = BlockList::default();
+                moved.push(owned);
+                self.inner.release_all(&moved);
+            }
         }
         self.alloc_as(wanted, lane, len, region)
     }
 
     /// Allocates a block as requested, for the stream of a lane if given. Returns a buffer of `len`
     /// elements on the block.
-    pub(crate) fn alloc_as<T: Pod>(
+    fn alloc_as<T: Pod>(
         &self,
         wanted: Option<AllocRequest>,
         lane: Option<&Arc<LaneInner>>,
         len: usize,
         region: Region,
     ) -> Result<Buffer<T>> {
-        let shard = lane.and_then(|lane| lane.shard.as_ref()).unwrap_or_else(|| self.shards.here());
-        let shard = Arc::clone(shard);
-        let block = wanted.map(|wanted| self.inner.alloc_block(wanted)).transpose()?;
-        let mut owned = BlockHandle::new(shard, region, block);
+        let block = match wanted {
+            Some(wanted) => Some(self.inner.alloc_block(wanted)?),
+            None => None,
+        };
+        let mut owned = BlockHandle::new(Arc::clone(self.shard_of(lane)), region, block);
         lane.into_iter().for_each(|lane| owned.lanes.add(Arc::clone(lane)));
         Ok(Buffer::new(owned, len))
+    }
+
+    /// Returns the shard of a lane, or else of this thread. A lane without one has an arena whose
+    /// caches are off.
+    #[inline]
+    fn shard_of<'a>(&'a self, lane: Option<&'a Arc<LaneInner>>) -> &'a Arc<CacheShard> {
+        match lane.and_then(|lane| lane.shard.as_ref()) {
+            Some(shard) => shard,
+            None => self.shards.here(),
+        }
     }
 
     /// Like [`DeviceArena::alloc`], on granules that no other block shares, so that a free releases
@@ -312,7 +334,7 @@ impl DeviceArena {
     /// Returns `true` if any handle closed the arena, or while a close checks for live blocks.
     #[must_use]
     pub fn is_closed(&self) -> bool {
-        self.inner.is_closed()
+        self.inner.closed.load(Ordering::Relaxed)
     }
 
     /// Frees all raw blocks ([`DeviceArena::alloc_raw`]) and returns their bytes. The blocks of
@@ -401,25 +423,6 @@ impl DeviceArena {
     pub(crate) const fn inner(&self) -> &Arc<ArenaInner> {
         &self.inner
     }
-
-    /// Returns a block from a cache, if the cache has one.
-    #[inline]
-    fn kept(&self, shard: &CacheShard, wanted: AllocRequest) -> Option<Box<BlockHandle>> {
-        // Blocks with larger alignments have an entry in the arena's metadata.
-        if wanted.size > shard.room() || wanted.align > ALIGN {
-            return None;
-        }
-        let owned = shard.take(CacheKey::new(wanted.region, wanted.size), wanted.requested)?;
-        let placed = owned.block.as_ref()?;
-        if self.inner.is_fresh(placed) {
-            return Some(owned);
-        }
-        // The block was moved while it was cached: only the arena knows its address.
-        let mut moved = BlockList::default();
-        moved.push(owned);
-        self.inner.release_all(&moved);
-        None
-    }
 }
 
 /// Checks that the driver's capabilities are consistent, and that the granule fits the driver.
@@ -468,7 +471,7 @@ impl ArenaInner {
         if !align.get().is_power_of_two() || align > largest_align {
             return Err(DeviceError::Alignment { requested: align, largest: largest_align });
         }
-        let largest = self.largest[region.number()];
+        let largest = self.largest[region as usize];
         match element.get().checked_mul(len as u64) {
             Some(bytes) if bytes <= largest.get() => Ok((ByteSize::new(bytes), align)),
             bytes => {

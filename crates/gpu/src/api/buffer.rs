@@ -64,8 +64,8 @@ impl<T: Pod> Buffer<T> {
     #[inline]
     pub(crate) fn new(owned: Box<BlockHandle>, len: usize) -> Self {
         if let Some(block) = &owned.block {
-            assert!(block.span.size >= ByteSize::of(len * size_of::<T>()).get(), "block too small");
-            assert!(block.at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
+            assert!(block.span.size >= (len * size_of::<T>()) as u64, "block too small");
+            assert!(block.at.get().is_multiple_of(align_of::<T>() as u64), "block not aligned");
         }
         Self { owned: ManuallyDrop::new(owned), len, elements: PhantomData }
     }

@@ -23,6 +23,7 @@ use crate::state::Release;
 use crate::types::{DeviceError, DeviceErrorWith, Result};
 use bytemuck::Pod;
 use lowtide_core::bytes::ByteSize;
+use lowtide_core::sync::atomic::Ordering;
 
 /// A buffer exported to code that keeps its address; from [`Buffer::export`].
 ///
@@ -389,7 +390,7 @@ impl ArenaInner {
         if let Some(what) = self.driver.foreign_memory(at, size)? {
             return Err(refused(format!("it is {what}")));
         }
-        self.run_now(|state| match self.is_closed() {
+        self.run_now(|state| match self.closed.load(Ordering::Relaxed) {
             true => Err((self.was_closed(), release)),
             false => import::import(state, at, size, release)
                 .map_err(|(reason, release)| (refused(reason.to_owned()), release)),

@@ -99,7 +99,7 @@ impl Executor {
     /// Returns the number of moved blocks of a region when the lock was last released.
     #[inline]
     pub(crate) fn moves(&self, region: Region) -> u64 {
-        self.moves[region.number()].load(Ordering::Relaxed)
+        self.moves[region as usize].load(Ordering::Relaxed)
     }
 
     /// Reads or changes the state, without a wait or a driver call. Does not call the sink of a
@@ -118,7 +118,7 @@ impl Executor {
     pub(crate) fn publish(&self, slot: &StateSlot) {
         let Some(state) = &slot.state else { return };
         for region in Region::ALL {
-            let (published, moves) = (&self.moves[region.number()], state.region(region).moves);
+            let (published, moves) = (&self.moves[region as usize], state.region(region).moves);
             // Read first: a cache line that all threads write would slow down its readers.
             if published.load(Ordering::Relaxed) != moves {
                 published.store(moves, Ordering::Relaxed);

@@ -24,7 +24,6 @@ use crate::engine::{raw_block, stores};
 use crate::exec::executor::Executor;
 #[cfg(test)]
 use crate::exec::executor::StateSlot;
-use crate::exec::lane::Lanes;
 use crate::exec::reserve;
 use crate::exec::thread_cache::{BlockList, CacheShard};
 use crate::record::{Line, Recording};
@@ -54,7 +53,7 @@ pub(crate) struct ArenaInner {
     pub(crate) caches: ArenaCaches,
     /// The callbacks for shortage of memory.
     pub(crate) callbacks: Arc<Callbacks>,
-    /// `true` if the arena hands out nothing more.
+    /// `true` if the arena hands out nothing more; certain only if the state is locked.
     pub(crate) closed: AtomicBool,
     /// The recording of the events, if there is one.
     recording: Option<Recording>,
@@ -167,13 +166,14 @@ impl ArenaCaches {
         cached > room_max || (live > room_max / LITTLE_PART && cached < live / 2)
     }
 
-    /// Returns the maximum bytes that the cache of a thread, or of a lane, may keep now.
+    /// Returns the maximum bytes that the cache of a thread, or of a lane if it has a stream, may
+    /// keep now.
     #[inline]
-    pub(crate) fn room(&self, is_of_lane: bool) -> u64 {
+    pub(crate) fn room(&self, stream: Option<StreamKey>) -> u64 {
         if self.tight.load(Ordering::Relaxed) {
             return 0;
         }
-        let room = if is_of_lane { &self.lane_room } else { &self.room };
+        let room = if stream.is_some() { &self.lane_room } else { &self.room };
         room.load(Ordering::Relaxed)
     }
 
@@ -323,13 +323,7 @@ impl ArenaInner {
     #[inline]
     pub(crate) fn check_open(&self) -> Result<()> {
         self.check_here()?;
-        if self.is_closed() { Err(self.was_closed()) } else { Ok(()) }
-    }
-
-    /// Returns `true` if the arena hands out no more blocks; certain only if the state is locked.
-    #[inline]
-    pub(crate) fn is_closed(&self) -> bool {
-        self.closed.load(Ordering::Relaxed)
+        if self.closed.load(Ordering::Relaxed) { Err(self.was_closed()) } else { Ok(()) }
     }
 
     pub(crate) fn was_closed(&self) -> DeviceError {
@@ -342,16 +336,6 @@ impl ArenaInner {
 
     pub(crate) fn no_host_access(&self) -> DeviceError {
         DeviceError::Unsupported { what: "host access", backend: self.driver.backend() }
-    }
-
-    /// Frees a block that these lanes used, or unknown ones if there is none, in the arena: only
-    /// updates bookkeeping.
-    pub(crate) fn release_after(&self, placed: Placement, lanes: &Lanes) {
-        if let Some(lane) = lanes.only() {
-            return self.run_now(|state| state.release_after(placed, lane.key.as_slice()));
-        }
-        let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key).collect();
-        self.run_now(|state| state.release_after(placed, &streams));
     }
 
     /// Records that a cache holds a block.

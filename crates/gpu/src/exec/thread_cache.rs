@@ -128,7 +128,7 @@ impl BlockHandle {
     fn fits(&self) -> bool {
         let (shard, inner) = (&self.shard, &self.shard.inner);
         let Some(placed) = &self.block else { return false };
-        placed.span.size <= shard.room()
+        placed.span.size <= inner.caches.room(shard.stream)
             && inner.is_fresh(placed)
             && shard.is_of(&self.lanes)
             && !self.foreign
@@ -180,12 +180,17 @@ impl BlockHandle {
         }
     }
 
-    /// Frees the block in the arena.
+    /// Frees the block in the arena, after the work of its lanes or, without one, of any stream:
+    /// only updates bookkeeping.
     fn free(&self) {
-        if let Some(placed) = self.block {
-            let lanes = if self.foreign { &Lanes::NONE } else { &self.lanes };
-            self.shard.inner.release_after(placed, lanes);
+        let Some(placed) = self.block else { return };
+        let lanes = if self.foreign { &Lanes::NONE } else { &self.lanes };
+        let inner = &self.shard.inner;
+        if let Some(lane) = lanes.only() {
+            return inner.run_now(|state| state.release_after(placed, lane.key.as_slice()));
         }
+        let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key).collect();
+        inner.run_now(|state| state.release_after(placed, &streams));
     }
 
     /// Puts the block into its shard's cache. Returns the block if the arena must free it: its size
@@ -203,7 +208,7 @@ impl BlockHandle {
         };
         // The room is read under the cache's lock: a thread that empties the cache after shutting
         // the caches either finds this block in the cache, or this block finds no room.
-        cache.admit(self, shard.room())?;
+        cache.admit(self, shard.inner.caches.room(shard.stream))?;
         shard.inner.note_cached();
         shard.cached.store(cache.tally.cached(), Ordering::Relaxed);
         Ok(())
@@ -267,12 +272,6 @@ impl CacheShard {
             // The stream waited for the view's uses before the block was cached.
             let _ = view::discard(&self.inner, Some(kept));
         }
-    }
-
-    /// Returns the maximum bytes that the shard's cache may keep now.
-    #[inline]
-    pub(crate) fn room(&self) -> u64 {
-        self.inner.caches.room(self.stream.is_some())
     }
 
     /// Returns `true` if the shard's cache may keep a block used by these lanes.
@@ -494,7 +493,7 @@ impl CacheKey {
     /// Creates the key for blocks of this size, a positive multiple of 256 bytes, in this region.
     #[inline]
     pub(crate) const fn new(region: Region, size: u64) -> Self {
-        Self(size | region.number() as u64)
+        Self(size | region as u64)
     }
 
     /// Returns the index of the first way of the key's set.

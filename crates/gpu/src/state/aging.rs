@@ -104,20 +104,12 @@ impl Aging {
         }
     }
 
-    /// Returns the stamp of memory that becomes idle now, if idle memory ever decays, and schedules
-    /// a check. Reads the clock.
-    pub(crate) fn note_idle(&mut self, now: impl FnOnce() -> Moment) -> Option<Stamp> {
-        if self.time == DecayTime::Never {
-            return None;
+    /// Returns the stamp of memory that becomes idle now, and schedules a check if it ever decays.
+    pub(crate) fn note_idle(&mut self, now: Moment) -> Stamp {
+        self.latest = self.latest.max(now);
+        if !matches!(self.time, DecayTime::Never) {
+            self.due = self.due.min(self.over_at(self.latest, 0));
         }
-        self.latest = self.latest.max(now());
-        let stamp = self.stamp();
-        self.due = self.due.min(self.over_at(self.latest, 0));
-        Some(stamp)
-    }
-
-    /// Returns the stamp of memory that becomes idle at the latest known moment.
-    fn stamp(&self) -> Stamp {
         Stamp(low_half(self.part_of(self.latest).wrapping_add(1)))
     }
 
@@ -145,9 +137,7 @@ impl Aging {
     /// Sets the decay time. Returns the stamp for all memory that is idle now.
     pub(crate) fn set_time(&mut self, time: DecayTime, now: Moment) -> Stamp {
         *self = Self { latest: self.latest.max(now), looked_at: now, ..Self::new(time) };
-        self.due =
-            if time == DecayTime::Never { Moment::NEVER } else { self.over_at(self.latest, 0) };
-        self.stamp()
+        self.note_idle(now)
     }
 
     /// Returns the time of the next check of the thread caches.
@@ -160,7 +150,7 @@ impl Aging {
 
     /// Returns the time at which memory expires that is `age` parts old at `at`.
     fn over_at(&self, at: Moment, age: u32) -> Moment {
-        if self.time == DecayTime::AtOnce {
+        if matches!(self.time, DecayTime::AtOnce) {
             return at;
         }
         // Memory whose age is 0 may have been stamped a part ahead.
@@ -212,7 +202,7 @@ mod tests {
     fn idle_memory_is_over_after_the_decay_time_and_no_more_than_two_parts_late() {
         each(|time, clock| {
             let mut aging = Aging::new(DecayTime::Within(time));
-            let stamp = aging.note_idle(|| clock.now()).expect("it decays");
+            let stamp = aging.note_idle(clock.now());
             let (idle, due) = (clock.now(), aging.due);
             assert!(due >= idle + time, "{time:?}: due after {:?}", due - idle);
             let late = (time / 128).max(Duration::from_nanos(2));
@@ -227,7 +217,7 @@ mod tests {
         let clock = ManualClock::new();
         clock.advance(Duration::from_secs(3600));
         let mut aging = Aging::new(DecayTime::from_millis(5));
-        let stamp = aging.note_idle(|| clock.now()).expect("it decays");
+        let stamp = aging.note_idle(clock.now());
         assert!(!aging.ages(Moment::ORIGIN).is_over(stamp));
     }
 
@@ -238,10 +228,10 @@ mod tests {
         for ahead in [Duration::from_secs(3600), Duration::MAX] {
             let clock = ManualClock::new();
             let mut aging = Aging::new(DecayTime::from_millis(1000));
-            let early = aging.note_idle(|| clock.now()).expect("it decays");
+            let early = aging.note_idle(clock.now());
             assert!(aging.ages(clock.now() + ahead).is_over(early));
             aging.set_looked(clock.now() + ahead, None, false);
-            let late = aging.note_idle(|| clock.now()).expect("it decays");
+            let late = aging.note_idle(clock.now());
             clock.advance(Duration::from_secs(2));
             assert!(aging.due <= clock.now(), "{ahead:?}: {:?}", aging.due);
             assert!(aging.ages(clock.now()).is_over(late), "{ahead:?}");
@@ -252,7 +242,7 @@ mod tests {
     fn memory_that_nobody_looked_at_for_ages_is_over() {
         let clock = ManualClock::new();
         let mut aging = Aging::new(DecayTime::from_millis(1000));
-        let stamp = aging.note_idle(|| clock.now()).expect("it decays");
+        let stamp = aging.note_idle(clock.now());
         assert!(aging.ages(Moment::ORIGIN + Duration::from_secs(1_000_000)).is_over(stamp));
     }
 
@@ -261,11 +251,13 @@ mod tests {
         let clock = ManualClock::new();
         clock.advance(Duration::from_secs(5));
         let mut at_once = Aging::new(DecayTime::AtOnce);
-        let stamp = at_once.note_idle(|| clock.now()).expect("it decays");
+        let stamp = at_once.note_idle(clock.now());
         assert_eq!(at_once.due, clock.now());
         assert!(at_once.ages(clock.now()).is_over(stamp));
         let mut never = Aging::new(DecayTime::Never);
-        assert_eq!((never.note_idle(|| clock.now()), never.due), (None, Moment::NEVER));
+        let stamp = never.note_idle(clock.now());
+        assert_eq!(never.due, Moment::NEVER);
+        assert!(!never.ages(clock.now()).is_over(stamp));
         assert!(!never.ages(clock.now()).is_over(Stamp::default()));
     }
 
@@ -274,13 +266,12 @@ mod tests {
         let time = Duration::from_secs(16);
         let clock = ManualClock::new();
         let mut aging = Aging::new(DecayTime::Within(time));
-        let _ = aging.note_idle(|| clock.now());
         let (mut looks, end) = (0, Moment::ORIGIN + 10 * time);
-        let mut stamps = vec![(clock.now(), aging.stamp())];
+        let mut stamps = vec![(clock.now(), aging.note_idle(clock.now()))];
         while clock.now() < end {
             clock.advance(Duration::from_millis(10));
             let now = clock.now();
-            stamps.push((now, aging.note_idle(|| clock.now()).expect("it decays")));
+            stamps.push((now, aging.note_idle(clock.now())));
             if aging.due <= now {
                 looks += 1;
                 let ages = aging.ages(now);

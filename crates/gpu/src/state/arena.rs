@@ -159,11 +159,11 @@ impl ArenaState {
     }
 
     pub(crate) const fn region(&self, region: Region) -> &RegionState {
-        &self.regions[region.number()]
+        &self.regions[region as usize]
     }
 
     pub(crate) const fn region_mut(&mut self, region: Region) -> &mut RegionState {
-        &mut self.regions[region.number()]
+        &mut self.regions[region as usize]
     }
 
     pub(crate) fn live(&self) -> u64 {
@@ -394,7 +394,7 @@ impl ArenaState {
     /// Removes a placed block that got no memory, or whose earlier uses could not be waited for,
     /// and ends its operation.
     pub(crate) fn cancel_placement(&mut self, placed: Placement, claim: Dependencies) {
-        let (streams, state) = (&self.streams, &mut self.regions[placed.id.region().number()]);
+        let (streams, state) = (&self.streams, &mut self.regions[placed.id.region() as usize]);
         let left = |(part, uses): (Span, StreamUses)| (part, uses.only(|of| !streams.is_done(of)));
         let gone = state.cancel_placement(placed, claim.into_iter().map(left));
         debug_assert!(gone.is_some(), "a placed block is known to the index");
@@ -578,7 +578,8 @@ impl ArenaState {
     /// Records that granules of a span became idle.
     pub(crate) fn note_idle(&mut self, region: Region, span: Span) {
         self.divide_from = Moment::ORIGIN;
-        if let Some(stamp) = self.aging.note_idle(|| self.events.clock.now()) {
+        if !matches!(self.aging.time, DecayTime::Never) {
+            let stamp = self.aging.note_idle(self.events.clock.now());
             self.region_mut(region).segment.stamp(span, stamp);
         }
     }

@@ -443,9 +443,9 @@ impl RegionState {
         let (region, size) = (self.index.region, ByteSize::new);
         // A block that waits for its memory does not sleep: none waits once the arena is asleep.
         let asleep = if is_asleep { self.asleep() } else { self.lost() };
-        let cached = caches.cached[region.number()];
+        let cached = caches.cached[region as usize];
         let (live, memory) = (self.live - cached, self.segment.memory());
-        let requested = self.requested.wrapping_add(caches.requested[region.number()]);
+        let requested = self.requested.wrapping_add(caches.requested[region as usize]);
         RegionSnapshot {
             region,
             requested: size(requested),
@@ -652,7 +652,7 @@ impl CacheCounts {
     /// Counts a block that was handed out.
     #[inline]
     pub(crate) fn went(&mut self, placed: &Placement) {
-        let region = placed.id.region().number();
+        let region = placed.id.region() as usize;
         self.cached[region] -= placed.span.size;
         self.requested[region] = self.requested[region].wrapping_add(placed.requested);
     }
@@ -660,7 +660,7 @@ impl CacheCounts {
     /// Counts a block that was put in.
     #[inline]
     pub(crate) fn came(&mut self, placed: &Placement) {
-        let region = placed.id.region().number();
+        let region = placed.id.region() as usize;
         self.cached[region] += placed.span.size;
         self.requested[region] = self.requested[region].wrapping_sub(placed.requested);
     }
@@ -829,7 +829,7 @@ impl RegionIndex {
     /// Like [`BlockIndex::blocks`]: the blocks of the low range, then those of the high range. The
     /// wall is not included.
     pub(crate) fn blocks(&self) -> impl Iterator<Item = (Span, Option<BlockId>)> {
-        self.ranges.iter().flat_map(BlockIndex::blocks)
+        self.blocks_of(End::Low).chain(self.blocks_of(End::High))
     }
 
     /// Like [`BlockIndex::live_blocks_unordered`], for both ranges.

@@ -277,8 +277,8 @@ impl Saved {
         segment: &Segment,
     ) -> Vec<StoredCopy> {
         let Range { start, end } = run.range();
-        let key = |saved: &SavedRun| (saved.region.number(), saved.run.range().end);
-        let first = self.runs.partition_point(|saved| key(saved) <= (region.number(), start));
+        let key = |saved: &SavedRun| (saved.region as usize, saved.run.range().end);
+        let first = self.runs.partition_point(|saved| key(saved) <= (region as usize, start));
         let inside = self.runs[first..].iter();
         let inside =
             inside.take_while(|saved| saved.region == region && saved.run.range().start < end);
@@ -338,7 +338,7 @@ pub(crate) fn lay_out(
             at = end;
         }
     }
-    saved.sort_unstable_by_key(|saved: &SavedRun| (saved.region.number(), saved.run.range().start));
+    saved.sort_unstable_by_key(|saved: &SavedRun| (saved.region as usize, saved.run.range().start));
     let missing = used.iter().skip(have.len()).map(|granules| store_size(bytes(*granules)));
     (saved, missing.collect())
 }
