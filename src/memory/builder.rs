@@ -236,8 +236,7 @@ impl Builder {
         diagnostics: &mut Vec<Diagnostic>,
     ) -> Result<(Arc<Signals>, SettledHeap), StartError> {
         let (signals, heap) = if self.is_detached {
-            let signals = settle_limit(config, Signals::none(), diagnostics);
-            (signals, SettledHeap::default())
+            (settle_limit(config, Signals::none(), diagnostics), SettledHeap::default())
         } else {
             let signals = open_signals(config, self.signals.take(), diagnostics);
             let heap = settle_heap(config, &signals, self.ignores_environment, diagnostics);
@@ -485,8 +484,7 @@ fn open_signals(
     let signals = settle_limit(config, given.unwrap_or_else(Signals::open), diagnostics);
     let missing = signals.missing();
     let (usual, faults): (Vec<_>, Vec<_>) = missing.iter().partition(|error| is_usual(error));
-    diagnostics
-        .extend(usual.into_iter().map(|error| Diagnostic::info("signals", error.to_string())));
+    diagnostics.extend(usual.iter().map(|error| Diagnostic::info("signals", error.to_string())));
     let causes = faults.into_iter().map(SignalError::to_string).collect::<Vec<_>>().join("; ");
     let signal = signals.sample();
     let error = signals.resident_error();
@@ -546,10 +544,9 @@ fn running(shared: &Shared) -> RunningMemory {
     let mut other_bells = vec![Arc::clone(&shared.flight.bell)];
     other_bells.extend(shared.profiles.iter().map(|profiles| Arc::clone(&profiles.bell)));
     other_bells.extend(spills(shared).then(heap::pager_bell));
-    let is_attached = shared.claim.is_attached;
     RunningMemory {
         stop: Arc::default(),
-        bell: if is_attached { heap::watch_growth() } else { Bell::new() },
+        bell: if shared.claim.is_attached { heap::watch_growth() } else { Bell::new() },
         other_bells,
         started: Mutex::new(Vec::with_capacity(THREADS + 3)),
         claim: Arc::clone(&shared.claim),

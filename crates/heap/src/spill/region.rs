@@ -65,8 +65,7 @@ impl Region {
         if room < FREE_MIN {
             return Err(HostError::SpillRoom { dir: dir_text(), room, least: FREE_MIN });
         }
-        let of_size = |error| fails(io::Error::other(format!("a file of {most}: {error}")));
-        file.set_len(most.get()).map_err(of_size)?;
+        file.set_len(most.get()).map_err(fails)?;
         // Fails if the file system cannot reserve blocks or, below, release them.
         calls::reserve(file, 0, PIECE).map_err(fails)?;
         let (size, flags) = (most.as_usize().unwrap_or(usize::MAX), libc::MAP_SHARED);
