@@ -138,6 +138,7 @@ impl Needs {
     }
 
     /// Returns the record of a key, which is used now.
+    #[inline]
     fn find(&self, key: u64) -> Option<Arc<RouteNeed>> {
         let bucket = self.bucket(key).read().unwrap_or_else(PoisonError::into_inner);
         let (_, need) = bucket.iter().find(|(of, _)| *of == key)?;
@@ -414,21 +415,24 @@ impl Compared {
     /// Returns the reservation by the measured need, without the running requests.
     #[inline]
     fn measured(&self, room: Room) -> ByteSize {
-        let of = |ratio: NeedRatio| ratio.limited(self.compared, room);
-        let RouteNeed { seen, family, is_known, .. } = &*self.need;
-        let ratio = |of: &AtomicU64| NeedRatio::unpack(of.load(Ordering::Relaxed));
         // Read first: what is known has been seen.
-        let is_known = is_known.load(Ordering::Acquire);
-        let mut claim = ratio(seen).map_or(ByteSize::ZERO, of);
-        if !is_known {
-            // The first requests may raise the claim, but do not prove a small need.
-            let unknown = if self.is_minimum { 0.0 } else { UNKNOWN };
-            let unknown = || of(NeedRatio { mean: unknown, deviation: 0.0 });
-            claim = claim.max(ratio(family).map_or_else(unknown, of));
-            let may_be_first = self.estimate <= room.first || ratio(family).is_some();
-            claim = if may_be_first { claim } else { claim.max(self.estimate) };
-        }
+        let is_known = self.need.is_known.load(Ordering::Acquire);
+        let seen = NeedRatio::unpack(self.need.seen.load(Ordering::Relaxed));
+        let claim = seen.map_or(ByteSize::ZERO, |seen| seen.limited(self.compared, room));
+        // The first requests may raise the claim, but do not prove a small need.
+        let claim = if is_known { claim } else { claim.max(self.unknown(room)) };
         if self.is_minimum { claim.max(self.estimate) } else { claim }
+    }
+
+    /// Returns the least reservation while the need is not known.
+    #[cold]
+    fn unknown(&self, room: Room) -> ByteSize {
+        let family = NeedRatio::unpack(self.need.family.load(Ordering::Relaxed));
+        let mean = if self.is_minimum { 0.0 } else { UNKNOWN };
+        let ratio = family.unwrap_or(NeedRatio { mean, deviation: 0.0 });
+        let claim = ratio.limited(self.compared, room);
+        let may_be_first = self.estimate <= room.first || family.is_some();
+        if may_be_first { claim } else { claim.max(self.estimate) }
     }
 
     /// Returns the record of the memory of the route of this method and name, if it is kept here.
@@ -552,10 +556,9 @@ impl SlowStart {
     /// if that is [`MANY`] or more.
     #[inline]
     fn first(estimate: ByteSize, room: ByteSize) -> Option<u32> {
-        let each = estimate.get().saturating_mul(EXPANSION);
-        let fit = room.get().checked_div(each)?;
-        let first = u32::try_from(fit).unwrap_or(MANY).max(1);
-        (first < MANY).then_some(first)
+        let (each, room) = (estimate.get().saturating_mul(EXPANSION), room.get());
+        // Most requests need no division by what is not constant.
+        (each > room / u64::from(MANY)).then(|| u32::try_from(room / each).unwrap_or(MANY).max(1))
     }
 
     /// Returns `true` if the need is known.

@@ -318,7 +318,7 @@ impl PermitState {
 }
 
 /// Enters the slow start of a route. If others run, the request that waits here lacks no bytes.
-#[inline]
+#[inline(always)]
 pub(in crate::service) fn enter_slow_start(
     need: &Compared,
     room: Room,

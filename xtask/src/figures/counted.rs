@@ -51,8 +51,8 @@ const MISSED: &[(&str, f64)] = &[
     ("arena.warm.functions", 81.0),
     ("gpu.view.calls", 11.0),
     ("light.rejection.instructions", 280.0),
-    // One program prints 1.083 to 1.086.
-    ("measured.layer.ratio", 1.087),
+    // One program prints 1.078 to 1.082.
+    ("measured.layer.ratio", 1.083),
     ("measured.scope.peak.instructions", 390.0),
 ];
 
