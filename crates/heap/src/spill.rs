@@ -186,7 +186,7 @@ pub(crate) fn end() {
     let _ = flush_thread_cache();
     let _ = ctl::THREAD_ARENA.write(BEFORE.get());
     SPILLING.fetch_sub(1, Relaxed);
-    if REGION.get().is_some_and(Region::is_here) {
+    if REGION.get().is_some_and(|it| it.birth.is_here()) {
         BELL.ring();
     }
 }
@@ -295,7 +295,7 @@ unsafe extern "C" fn extent_merge(
 
 /// Maps the file privately in the child, and ends the spill of its thread.
 extern "C" fn after_fork() {
-    let Some(region) = REGION.get().filter(|region| !region.is_here()) else { return };
+    let Some(region) = REGION.get().filter(|region| !region.birth.is_here()) else { return };
     if !region.map_privately() && active_pages() > 0 {
         process::abort(); // it would write into the parent's memory
     }
@@ -316,14 +316,15 @@ pub fn pager_bell() -> Arc<Bell> {
 /// The error of a failed write to the disk. What was written last may be lost, so that a block
 /// may have other contents: the caller must end the process.
 pub fn run_pager(stop: &AtomicBool, clock: &dyn Clock) -> io::Result<()> {
-    let Some(region) = REGION.get().filter(|it| it.is_here()) else { return Ok(()) };
+    let Some(region) = REGION.get().filter(|it| it.birth.is_here()) else { return Ok(()) };
     let _alone = lock(&PAGER);
     IS_PAGED.store(true, Relaxed);
     let (mut piece, mut left, mut rest, mut purged) = (0, 0, REST, Moment::ORIGIN);
     let mut did_spill = false;
     // Ends when `stop` is set; each iteration waits.
     while !stop.load(Acquire) {
-        region.check_writes()?;
+        // Fails if any page could not be written since the last call: the kernel writes on its own.
+        region.sync(region.size - PIECE, false, true)?;
         let is_many = || region.in_memory() > WINDOW.load(Relaxed);
         let (top, now) = (region.taken.load(Relaxed) / PIECE * PIECE, clock.now());
         let spills = SPILLING.load(Relaxed) > 0;

@@ -7,7 +7,6 @@
 
 use std::ffi::c_void;
 use std::fs::{self, File};
-use std::mem::MaybeUninit;
 use std::os::fd::AsRawFd as _;
 use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
@@ -35,8 +34,8 @@ pub(super) const PIECE: usize = 4 << 20;
 pub(super) struct Region {
     file: OwnedFile,
     start: usize,
-    size: usize,
-    birth: Birth,
+    pub(super) size: usize,
+    pub(super) birth: Birth,
     /// The part that jemalloc ever got.
     pub(super) taken: AtomicUsize,
     /// The bytes with blocks on disk.
@@ -56,12 +55,13 @@ impl Region {
         }
         let owned = calls::open_nameless(dir).and_then(OwnedFile::new).map_err(fails)?;
         let file = owned.file();
-        if let Some(kind) = kind_in_memory(file) {
+        let (kind, free) = calls::file_system(file);
+        if let Some(kind) = kind {
             return Err(HostError::SpillInMemory { dir: dir_text(), kind });
         }
         let most = most.min(file_size_limit());
         let most = ByteSize::new(most.get() / PIECE as u64 * PIECE as u64);
-        let room = most.min(free_disk(file));
+        let room = most.min(free);
         if room < FREE_MIN {
             return Err(HostError::SpillRoom { dir: dir_text(), room, least: FREE_MIN });
         }
@@ -92,9 +92,10 @@ impl Region {
         ByteSize::new(self.on_disk.load(Relaxed))
     }
 
-    /// Returns the bytes of the file that are mapped in memory.
+    /// Returns the bytes of the file that are in memory: those that are mapped, and a piece that is
+    /// written.
     pub(super) fn in_memory(&self) -> u64 {
-        mapped_files().saturating_sub(self.others.load(Relaxed))
+        mapped_files().saturating_sub(self.others.load(Relaxed)) + PIECE as u64
     }
 
     /// Finds out which mapped file pages are those of other files. Reads the map of the process,
@@ -106,15 +107,11 @@ impl Region {
         self.others.store(mapped.saturating_sub(own.unwrap_or_default().get()), Relaxed);
     }
 
-    /// Returns `false` in a forked child.
-    pub(super) fn is_here(&self) -> bool {
-        self.birth.is_here()
-    }
-
     /// Returns `true` if the disk has so many bytes free, and the file is not closed.
     fn has_room(&self, size: usize) -> bool {
-        let is_free = || free_disk(self.file.file()) >= ByteSize::of(size).saturating_add(MARGIN);
-        self.is_here() && self.file.is_own() && is_free()
+        let least = ByteSize::of(size).saturating_add(MARGIN);
+        let is_free = || calls::file_system(self.file.file()).1 >= least;
+        self.birth.is_here() && self.file.is_own() && is_free()
     }
 
     /// Reserves blocks on disk for a part of the region, if there is room.
@@ -128,7 +125,8 @@ impl Region {
     /// Releases the blocks of a part of the region that holds no block of jemalloc, also once the
     /// file is closed.
     pub(super) fn release(&self, at: usize, size: usize) -> bool {
-        let is_done = self.is_here() && calls::release(self.pages(at - self.start), size).is_ok();
+        let is_here = self.birth.is_here();
+        let is_done = is_here && calls::release(self.pages(at - self.start), size).is_ok();
         self.on_disk.fetch_sub(if is_done { size as u64 } else { 0 }, Relaxed);
         is_done
     }
@@ -157,21 +155,19 @@ impl Region {
 
     /// Writes a piece if it `writes`, and waits for it if it `waits`. Then it fails if any could not
     /// be written since the last call.
-    fn sync(&self, piece: usize, writes: bool, waits: bool) -> io::Result<()> {
+    pub(super) fn sync(&self, piece: usize, writes: bool, waits: bool) -> io::Result<()> {
         let done = calls::sync(self.file.file(), piece, writes, waits);
         if self.file.is_own() { done } else { Ok(()) }
     }
 
-    /// Fails if any page could not be written since the last call: the kernel writes on its own too.
-    pub(super) fn check_writes(&self) -> io::Result<()> {
-        self.sync(self.size - PIECE, false, true)
-    }
-
-    /// Writes a piece, waits for it and drops it from memory; the next ones are written meanwhile.
+    /// Writes a piece, waits for it and drops it from memory; the next one is written meanwhile.
     pub(super) fn page_out(&self, piece: usize, top: usize) -> io::Result<()> {
-        self.sync((piece + 4 * PIECE) % top, true, false)?;
+        let next = (piece + PIECE) % top;
+        calls::unmap(self.pages(next), PIECE);
+        self.sync(next, true, false)?;
+        calls::unmap(self.pages(piece), PIECE);
         self.sync(piece, true, true)?;
-        calls::drop_from_memory(self.pages(piece), PIECE);
+        calls::drop_from_memory(self.file.file(), piece);
         Ok(())
     }
 
@@ -225,45 +221,18 @@ fn mapped_files() -> u64 {
     statm().map_or(0, |now| now.rss.saturating_sub(now.anon).get())
 }
 
-fn free_disk(file: &File) -> ByteSize {
-    let mut found = MaybeUninit::<libc::statvfs>::uninit();
-    // SAFETY: an open file, and room for the answer.
-    if unsafe { libc::fstatvfs(file.as_raw_fd(), found.as_mut_ptr()) } != 0 {
-        return ByteSize::ZERO;
-    }
-    // SAFETY: written, as a result of 0 means.
-    let found = unsafe { found.assume_init() };
-    #[allow(clippy::useless_conversion, reason = "32 bits on macOS")]
-    let blocks = found.f_bavail.into();
-    ByteSize::new(found.f_frsize).checked_mul(blocks).unwrap_or(ByteSize::MAX)
-}
-
-/// Returns the file system's name if its files are memory.
-fn kind_in_memory(file: &File) -> Option<&'static str> {
-    let mut found = MaybeUninit::<libc::statfs>::uninit();
-    // SAFETY: an open file, and room for the answer.
-    if unsafe { libc::fstatfs(file.as_raw_fd(), found.as_mut_ptr()) } != 0 {
-        return None;
-    }
-    // SAFETY: written, as a result of 0 means.
-    match i128::from(unsafe { found.assume_init() }.f_type) {
-        0x0102_1994 => Some("tmpfs"),
-        0x8584_58f6 => Some("ramfs"),
-        _ => None,
-    }
-}
-
 /// The system calls that only Linux has.
 #[cfg(target_os = "linux")]
 mod calls {
     use std::ffi::{c_int, c_void};
     use std::fs::{File, OpenOptions};
     use std::io;
+    use std::mem::MaybeUninit;
     use std::os::fd::AsRawFd as _;
     use std::os::unix::fs::OpenOptionsExt as _;
     use std::path::Path;
 
-    use crate::spill::region::PIECE;
+    use crate::spill::region::{ByteSize, PIECE};
 
     fn result(status: c_int) -> io::Result<()> {
         if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
@@ -272,6 +241,22 @@ mod calls {
     pub(super) fn open_nameless(dir: &Path) -> io::Result<File> {
         let mut options = OpenOptions::new();
         options.read(true).write(true).mode(0o600).custom_flags(libc::O_TMPFILE).open(dir)
+    }
+
+    /// Returns the name of the file system if its files are memory, and the disk that it has free.
+    pub(super) fn file_system(file: &File) -> (Option<&'static str>, ByteSize) {
+        let mut found = MaybeUninit::<libc::statfs>::zeroed();
+        // SAFETY: an open file, and room for the answer.
+        unsafe { libc::fstatfs(file.as_raw_fd(), found.as_mut_ptr()) };
+        // SAFETY: numbers, which are zero if the call failed.
+        let found = unsafe { found.assume_init() };
+        let free = i128::from(found.f_frsize).saturating_mul(i128::from(found.f_bavail));
+        let kind = match i128::from(found.f_type) {
+            0x0102_1994 => Some("tmpfs"),
+            0x8584_58f6 => Some("ramfs"),
+            _ => None,
+        };
+        (kind, ByteSize::new(u64::try_from(free).unwrap_or(u64::MAX)))
     }
 
     /// Reserves blocks; the file has its size from the start.
@@ -298,9 +283,18 @@ mod calls {
         result(unsafe { libc::sync_file_range(file.as_raw_fd(), at, size, flags) })
     }
 
-    pub(super) fn drop_from_memory(pages: *mut c_void, size: usize) {
-        // SAFETY: pages that are dropped are read again when used.
-        unsafe { libc::madvise(pages, size, libc::MADV_PAGEOUT) };
+    /// Unmaps pages of a shared file, all at once: the kernel unmaps those that it writes one by one,
+    /// and interrupts the other processors for each.
+    pub(super) fn unmap(pages: *mut c_void, size: usize) {
+        // SAFETY: the file keeps what they hold.
+        unsafe { libc::madvise(pages, size, libc::MADV_DONTNEED) };
+    }
+
+    /// Drops a written piece of the file from memory.
+    pub(super) fn drop_from_memory(file: &File, at: usize) {
+        let (at, size) = (at.cast_signed() as i64, PIECE.cast_signed() as i64);
+        // SAFETY: it changes no contents.
+        unsafe { libc::posix_fadvise(file.as_raw_fd(), at, size, libc::POSIX_FADV_DONTNEED) };
     }
 }
 
@@ -311,8 +305,13 @@ mod calls {
     use std::io::{ErrorKind, Result};
     use std::path::Path;
 
+    use crate::spill::region::ByteSize;
+
     pub(super) fn open_nameless(_: &Path) -> Result<File> {
         Err(ErrorKind::Unsupported.into())
+    }
+    pub(super) const fn file_system(_: &File) -> (Option<&'static str>, ByteSize) {
+        (None, ByteSize::ZERO)
     }
     pub(super) fn reserve(_: &File, _: usize, _: usize) -> Result<()> {
         Err(ErrorKind::Unsupported.into())
@@ -323,7 +322,8 @@ mod calls {
     pub(super) fn sync(_: &File, _: usize, _: bool, _: bool) -> Result<()> {
         Err(ErrorKind::Unsupported.into())
     }
-    pub(super) fn drop_from_memory(_: *mut c_void, _: usize) {}
+    pub(super) fn unmap(_: *mut c_void, _: usize) {}
+    pub(super) fn drop_from_memory(_: &File, _: usize) {}
 }
 
 #[cfg(all(test, target_os = "linux"))]
@@ -352,7 +352,7 @@ mod tests {
         let pages = unsafe { map(ptr::null_mut(), 64 * MIB, libc::MAP_SHARED, Some(&other)) };
         fill(pages.expect("a mapping"), 64 * MIB);
         region.know_others();
-        let in_memory = region.in_memory() >> 20;
+        let in_memory = (region.in_memory() >> 20) - 4;
         assert!((7..16).contains(&in_memory), "{in_memory} MiB");
     }
 }
