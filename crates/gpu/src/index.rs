@@ -26,14 +26,9 @@
 //! `live + free = span`; every free block is in the bin of its size and in no other; no two live
 //! blocks ever had the same id.
 
-mod bins;
-mod records;
-
 use std::hint::select_unpredictable;
 use std::num::NonZeroU64;
-
-use bins::{Bin, Bins};
-use records::{BlockRecord, BlockRecords, FREE, LIVE, NONE};
+use std::ops::{Index, IndexMut};
 
 /// The unit of offsets and sizes in bytes. 256 is the alignment of `cuMemAlloc`.
 pub const ALIGN: u64 = 256;
@@ -269,7 +264,7 @@ impl BlockIndex {
     /// and live, so far.
     #[must_use]
     pub const fn metadata(&self) -> usize {
-        self.records.metadata() + size_of::<[u32; bins::BINS]>()
+        self.records.metadata() + size_of::<[u32; BINS]>()
     }
 
     /// Returns the largest result of `measure` over free blocks. `measure` must not exceed the
@@ -725,6 +720,337 @@ const fn fit(free: Span, wanted: Request) -> Option<u64> {
     }
 }
 
+// Block records: their table, and the list that joins them in address order.
+//
+// The table is one allocation, so that following a link is one load: with several, each operation
+// took a third longer. The table grows by half, with one copy. It knows no bins and ids.
+//
+// Invariants: record 0 is the sentinel, before the first block and after the last, and never free;
+// following `next` from the sentinel visits every block once in address order, and `prev` is the
+// reverse; a record is free, live or vacant, and the vacant ones are linked.
+
+/// The number of the sentinel; in a link: "no record".
+const NONE: u32 = 0;
+
+/// The number of records that the first table has room for.
+const ROOM_MIN: usize = 128;
+
+/// The generation of a free block that is not in a bin yet, and of a vacant record.
+const FREE: u64 = 0;
+
+/// Below every generation of a live block, and above any value that the links of a free block read
+/// as.
+const LIVE: u64 = 1 << 63;
+
+/// The maximum number of records: their numbers use neither the bit of [`LIVE`] nor those of marks.
+const RECORDS_MAX: usize = 1 << 30;
+
+/// One block. Two records fit in one cache line, and none crosses two.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(32))]
+struct BlockRecord {
+    offset: u64,
+    size: u64,
+    /// For a free block, its neighbours in the bin. For a live block, both fields together are the
+    /// generation of its id, with `bin_next` as the upper half. No block needs both, so a record
+    /// stays small.
+    bin_prev: u32,
+    bin_next: u32,
+    /// The neighbours in address order; for a vacant record, `next` is the next vacant one.
+    prev: u32,
+    next: u32,
+}
+
+const _: () = assert!(size_of::<BlockRecord>() == 32, "what BlockIndex says of its metadata");
+
+impl BlockRecord {
+    const VACANT: Self =
+        Self { offset: 0, size: 0, bin_prev: NONE, bin_next: NONE, prev: NONE, next: NONE };
+
+    const fn span(&self) -> Span {
+        Span { offset: self.offset, size: self.size }
+    }
+
+    const fn is_free(&self) -> bool {
+        (self.bin_next as u64) << u32::BITS < LIVE
+    }
+
+    /// Returns the generation of a live block's id; for any other record, a value below [`LIVE`].
+    const fn generation(&self) -> u64 {
+        (self.bin_next as u64) << u32::BITS | self.bin_prev as u64
+    }
+
+    /// Marks the record as that of a live block, or with [`FREE`] as free.
+    #[expect(clippy::cast_possible_truncation, reason = "each half is what it says")]
+    const fn set_generation(&mut self, generation: u64) {
+        self.bin_prev = generation as u32;
+        self.bin_next = (generation >> u32::BITS) as u32;
+    }
+}
+
+/// All records of one index.
+#[derive(Debug)]
+struct BlockRecords {
+    records: Vec<BlockRecord>,
+    vacant: u32,
+}
+
+impl BlockRecords {
+    /// Creates a table with room for this many blocks, and for the sentinel.
+    fn new(blocks: usize) -> Self {
+        // The sentinel reads as live for any value of `bin_prev`, and its offset is above all
+        // others.
+        let sentinel = BlockRecord { offset: u64::MAX, bin_next: u32::MAX, ..BlockRecord::VACANT };
+        let mut records = Self {
+            records: Vec::with_capacity(blocks.saturating_add(1).max(ROOM_MIN)),
+            vacant: NONE,
+        };
+        records.records.push(sentinel);
+        records
+    }
+
+    /// Returns `true` if two more records can be made, the maximum of one operation.
+    fn have_room(&self) -> bool {
+        self.records.len() < RECORDS_MAX - 2
+    }
+
+    /// Returns the bytes of the table.
+    const fn metadata(&self) -> usize {
+        self.records.capacity() * size_of::<BlockRecord>()
+    }
+
+    /// Returns the record of this number, if there is one.
+    fn find(&self, slot: u32) -> Option<&BlockRecord> {
+        self.records.get(slot as usize)
+    }
+
+    /// Returns every live block, in the order of the table.
+    fn live(&self) -> impl Iterator<Item = Span> {
+        let records = self.records.iter().skip(1); // the sentinel reads as live
+        records.filter(|record| !record.is_free()).map(BlockRecord::span)
+    }
+
+    /// Creates a record for a block between two neighbours, and links them to it.
+    fn insert(&mut self, span: Span, generation: u64, prev: u32, next: u32) -> u32 {
+        debug_assert!(span.size > 0 && self[prev].next == next && self[next].prev == prev);
+        if self.vacant == NONE {
+            self.vacant = self.add();
+        }
+        let slot = self.vacant;
+        self[prev].next = slot;
+        self[next].prev = slot;
+        let Span { offset, size } = span;
+        let record = &mut self[slot];
+        let vacant = record.next;
+        *record = BlockRecord { offset, size, prev, next, ..BlockRecord::VACANT };
+        record.set_generation(generation);
+        self.vacant = vacant;
+        slot
+    }
+
+    /// Takes a record out of the list of neighbours. It is vacant then.
+    fn remove(&mut self, slot: u32) {
+        debug_assert_ne!(slot, NONE);
+        let vacant = std::mem::replace(&mut self.vacant, slot);
+        let record = &mut self[slot];
+        let (prev, next) = (record.prev, std::mem::replace(&mut record.next, vacant));
+        record.set_generation(FREE);
+        self[prev].next = next;
+        self[next].prev = prev;
+    }
+
+    /// Exchanges two neighbours, of which the first is before the second.
+    fn swap_neighbours(&mut self, first: u32, second: u32) {
+        debug_assert_eq!(self[first].next, second);
+        let (before, after) = (self[first].prev, self[second].next);
+        self[second].offset = self[first].offset;
+        self[first].offset = self[second].offset + self[second].size;
+        (self[second].prev, self[second].next) = (before, first);
+        (self[first].prev, self[first].next) = (second, after);
+        self[before].next = second;
+        self[after].prev = first;
+    }
+
+    /// Exchanges two blocks of equal size that are not neighbours.
+    fn swap_equals(&mut self, one: u32, other: u32) {
+        let (mut left, mut right) = (self[one], self[other]);
+        debug_assert!(left.size == right.size && left.next != other && right.next != one);
+        std::mem::swap(&mut left.offset, &mut right.offset);
+        std::mem::swap(&mut left.prev, &mut right.prev);
+        std::mem::swap(&mut left.next, &mut right.next);
+        for (slot, record) in [(one, left), (other, right)] {
+            self[slot] = record;
+            self[record.prev].next = slot;
+            self[record.next].prev = slot;
+        }
+    }
+
+    /// Adds a vacant record.
+    #[cold]
+    #[expect(clippy::cast_possible_truncation, reason = "there are RECORDS_MAX at most")]
+    fn add(&mut self) -> u32 {
+        let count = self.records.len();
+        if count == self.records.capacity() {
+            self.records.reserve_exact(count / 2);
+        }
+        self.records.push(BlockRecord::VACANT);
+        count as u32
+    }
+}
+
+impl Index<u32> for BlockRecords {
+    type Output = BlockRecord;
+
+    fn index(&self, slot: u32) -> &BlockRecord {
+        &self.records[slot as usize]
+    }
+}
+
+impl IndexMut<u32> for BlockRecords {
+    fn index_mut(&mut self, slot: u32) -> &mut BlockRecord {
+        &mut self.records[slot as usize]
+    }
+}
+
+// The bins: maps sizes to bins and back, and tracks which bins are not empty.
+//
+// Sizes are counted in units of [`ALIGN`] bytes. Below [`COLUMNS`] units each size has its own
+// bin. Above, each power of two is divided into [`COLUMNS`] bins, so that sizes within a bin
+// differ by less than 1/16. The bins have the heads of the lists and know no blocks.
+//
+// Invariants: `bin.size_min() <= size <= bin.size_max()` for `bin = Bin::of(size)`; bins in order
+// hold sizes in order; `bit set <=> list not empty`.
+
+/// log2 of the number of bins per power of two. 16 bins: of 4, 8, 16, 32 and 64 this gives the
+/// fewest failures at 90 % load, and 8 comes close (`docs/BENCHMARKS_APPENDIX.md`, measured by
+/// `benches/index`).
+const COLUMN_BITS: u32 = 4;
+/// The number of bins per power of two.
+const COLUMNS: usize = 1 << COLUMN_BITS;
+/// One row for the small sizes, and one for each power of two up to 2^64 bytes.
+const ROWS: usize = (u64::BITS - ALIGN.trailing_zeros() - COLUMN_BITS + 1) as usize;
+/// The number of bins.
+const BINS: usize = ROWS * COLUMNS;
+
+const _: () = assert!(ALIGN.is_power_of_two());
+const _: () = assert!(WORDS < u32::BITS as usize, "a bit of the summary for each word");
+
+/// One size class.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Bin(usize);
+
+impl Bin {
+    /// Returns the bin of a block of this size, a positive multiple of [`ALIGN`].
+    #[inline]
+    #[expect(clippy::cast_possible_truncation, reason = "the number of a bin is below BINS")]
+    const fn of(size: u64) -> Self {
+        let units = size / ALIGN;
+        // 0 for the first row, without a branch that would be mispredicted.
+        let shift = (units | COLUMNS as u64).ilog2() - COLUMN_BITS;
+        // Above it `units >> shift` has COLUMN_BITS + 1 bits, the highest of which is the row's.
+        let bin = (units >> shift) + (shift as u64) * COLUMNS as u64;
+        debug_assert!(bin < BINS as u64, "a bin number out of range");
+        Self(bin as usize)
+    }
+
+    /// Returns the lowest bin in which every block holds `size` bytes, if there is one.
+    fn holding(size: u64) -> Option<Self> {
+        let own = Self::of(size.checked_next_multiple_of(ALIGN)?);
+        let bin = if own.size_min() >= size { own.0 } else { own.0 + 1 };
+        (bin < BINS).then_some(Self(bin))
+    }
+
+    /// Returns the smallest size of the bin, in bytes.
+    const fn size_min(self) -> u64 {
+        let (row, column) = (self.0 / COLUMNS, self.0 % COLUMNS);
+        let units = if row == 0 { column } else { (COLUMNS + column) << (row - 1) };
+        units as u64 * ALIGN
+    }
+
+    /// Returns the largest size of the bin, in bytes.
+    const fn size_max(self) -> u64 {
+        if self.0 + 1 == BINS {
+            u64::MAX - (ALIGN - 1)
+        } else {
+            Self(self.0 + 1).size_min() - ALIGN
+        }
+    }
+}
+
+/// The number of bins in one word of the bitmap.
+const WORD: usize = u64::BITS as usize;
+const WORDS: usize = BINS.div_ceil(WORD);
+
+/// The heads of the lists, and two levels of bitmaps over them. 3.4 KiB.
+#[derive(Debug)]
+struct Bins {
+    heads: Box<[u32; BINS]>,
+    /// A bit for each bin: 1 if the bin is not empty.
+    words: [u64; WORDS],
+    /// A bit for each word: 1 if the word is not 0.
+    summary: u32,
+}
+
+impl Bins {
+    fn new() -> Self {
+        Self { heads: Box::new([NONE; BINS]), words: [0; WORDS], summary: 0 }
+    }
+
+    /// Returns the first record of the bin's list.
+    fn head(&self, bin: Bin) -> u32 {
+        self.heads[bin.0]
+    }
+
+    /// Makes `slot` the first record of the bin's list; `NONE` empties it.
+    fn set_head(&mut self, bin: Bin, slot: u32) {
+        self.heads[bin.0] = slot;
+        let (word, bit) = (bin.0 / WORD, bin.0 % WORD);
+        let bits = self.words[word] & !(1 << bit) | u64::from(slot != NONE) << bit;
+        self.words[word] = bits;
+        self.summary = self.summary & !(1 << word) | u32::from(bits != 0) << word;
+    }
+
+    /// Returns the first bin from `bin` upward that is not empty.
+    fn at_or_above(&self, bin: Bin) -> Option<Bin> {
+        let (word, bit) = (bin.0 / WORD, bin.0 % WORD);
+        let here = self.words[word] & (u64::MAX << bit);
+        if here != 0 {
+            return Some(Bin(word * WORD + here.trailing_zeros() as usize));
+        }
+        let above = self.summary & (u32::MAX << (word + 1));
+        if above == 0 {
+            return None;
+        }
+        let word = above.trailing_zeros() as usize;
+        Some(Bin(word * WORD + self.words[word].trailing_zeros() as usize))
+    }
+
+    /// Returns the first bin above `bin` that is not empty.
+    fn above(&self, bin: Bin) -> Option<Bin> {
+        if bin.0 + 1 == BINS { None } else { self.at_or_above(Bin(bin.0 + 1)) }
+    }
+
+    /// Returns the first bin below `bin` that is not empty.
+    fn below(&self, bin: Bin) -> Option<Bin> {
+        let (word, bit) = (bin.0 / WORD, bin.0 % WORD);
+        let here = self.words[word] & ((1 << bit) - 1);
+        if here != 0 {
+            return Some(Bin(word * WORD + here.ilog2() as usize));
+        }
+        self.highest(self.summary & ((1 << word) - 1))
+    }
+
+    /// Returns the last bin that is not empty: the one with the largest blocks.
+    fn last(&self) -> Option<Bin> {
+        self.highest(self.summary)
+    }
+
+    fn highest(&self, words: u32) -> Option<Bin> {
+        let word = words.checked_ilog2()? as usize;
+        Some(Bin(word * WORD + self.words[word].ilog2() as usize))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -745,5 +1071,44 @@ mod tests {
         assert_eq!(index.largest_of(32, measure), 256);
         assert_eq!(looked.replace(0), 32);
         assert_eq!((index.largest(measure), looked.get()), (256, all.len() / 2));
+    }
+
+    #[test]
+    fn bins_tile_the_sizes_in_order() {
+        assert_eq!(Bin(1).size_min(), ALIGN);
+        for bin in 1..BINS {
+            let bin = Bin(bin);
+            assert_eq!(Bin::of(bin.size_min()), bin);
+            assert_eq!(Bin::of(bin.size_max()), bin);
+            assert_eq!(Bin::holding(bin.size_min()), Some(bin));
+            if bin.0 + 1 < BINS {
+                assert_eq!(Bin::of(bin.size_max() + ALIGN), Bin(bin.0 + 1));
+                assert_eq!(Bin::holding(bin.size_min() + 1), Some(Bin(bin.0 + 1)));
+            }
+            let width = bin.size_max() - bin.size_min();
+            assert!(width < bin.size_min().div_ceil(COLUMNS as u64).max(1), "{bin:?}: {width}");
+        }
+        assert_eq!(Bin::holding(u64::MAX), None);
+    }
+
+    #[test]
+    fn the_bitmaps_find_what_a_walk_over_the_heads_finds() {
+        let mut bins = Bins::new();
+        let full = [0, 1, 15, 16, 17, 31, 32, 700, BINS - 1];
+        for &bin in &full {
+            assert_eq!(bins.head(Bin(bin)), NONE);
+            bins.set_head(Bin(bin), 7);
+        }
+        for bin in 0..BINS {
+            let above = full.iter().copied().find(|&at| at >= bin).map(Bin);
+            let below = full.iter().copied().rev().find(|&at| at < bin).map(Bin);
+            assert_eq!(bins.at_or_above(Bin(bin)), above, "{bin}");
+            assert_eq!(bins.below(Bin(bin)), below, "{bin}");
+        }
+        for &bin in full.iter().rev() {
+            assert_eq!(bins.last(), Some(Bin(bin)));
+            bins.set_head(Bin(bin), NONE);
+        }
+        assert_eq!(bins.last(), None);
     }
 }
