@@ -33,60 +33,6 @@ pub(crate) struct LaneInner {
     keeps: Keeps,
 }
 
-/// The lanes that use a block, in the order in which they were added. One lane takes no memory of
-/// its own.
-#[derive(Debug)]
-pub(crate) struct Lanes {
-    first: Option<Arc<LaneInner>>,
-    /// Boxed, so that a block's handle has one of malloc's small sizes.
-    others: Option<Box<OtherLanes>>,
-}
-
-#[derive(Debug, Default)]
-struct OtherLanes(Vec<Arc<LaneInner>>);
-
-impl Lanes {
-    pub(crate) const NONE: Self = Self { first: None, others: None };
-
-    #[inline]
-    pub(crate) fn add(&mut self, lane: Arc<LaneInner>) {
-        if self.first.is_none() {
-            self.first = Some(lane);
-        } else {
-            self.others.get_or_insert_default().0.push(lane);
-        }
-    }
-
-    /// Returns the lane if there is only one.
-    #[inline]
-    pub(crate) fn only(&self) -> Option<&Arc<LaneInner>> {
-        if self.others.is_none() { self.first.as_ref() } else { None }
-    }
-
-    /// Takes out the lane that was added first; there is no other.
-    #[inline]
-    pub(crate) fn take_only(&mut self) -> Option<Arc<LaneInner>> {
-        debug_assert!(self.others.is_none(), "others would be lost");
-        self.first.take()
-    }
-
-    /// Returns the lanes, the one that was added first at first.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &Arc<LaneInner>> {
-        self.first.iter().chain(self.others.iter().flat_map(|others| &others.0))
-    }
-
-    /// Returns `true` if the stream of a lane captures a graph.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn is_any_capturing(&self) -> bool {
-        self.iter().any(|lane| lane.is_capturing())
-    }
-
-    #[inline]
-    pub(crate) const fn is_empty(&self) -> bool {
-        self.first.is_none()
-    }
-}
-
 /// The owner of a lane's stream.
 pub(crate) enum Keeps {
     /// The caller of the unsafe constructor.
