@@ -42,7 +42,7 @@ pub(crate) enum Begun {
 /// Makes the first step of an allocation.
 #[inline]
 pub(crate) fn begin(state: &mut ArenaState, target: &AllocRequest) -> Begun {
-    if !state.sleep.is_open() {
+    if !state.is_usable() {
         return Begun::NotPlaced;
     }
     match state.place(target, Search::Usual) {
@@ -172,12 +172,12 @@ async fn place_in_new_segment(
         };
         match room {
             ShortageOutcome::Freed | ShortageOutcome::Retry => {}
-            ShortageOutcome::InProgress => cx.wait_for_result(|state| state.sleep.is_open()).await,
+            ShortageOutcome::InProgress => cx.wait_for_result(|state| state.is_usable()).await,
             // A segment that arrives for another operation may have room for this block as well.
             ShortageOutcome::None(Cause::Limit { .. })
                 if cx.with(|state| state.region(target.region).segment.memory().committing) > 0 =>
             {
-                cx.wait_for_result(|state| state.sleep.is_open()).await;
+                cx.wait_for_result(|state| state.is_usable()).await;
             }
             ShortageOutcome::None(cause) => return Err(fail(cx, cause)),
         }

@@ -62,7 +62,7 @@ impl Incoming {
 /// The errors of a wake.
 #[inline]
 pub(crate) async fn awake(cx: &OpContext<'_>) -> Result<()> {
-    if cx.with(|state| state.sleep.is_open()) {
+    if cx.with(|state| state.is_usable()) {
         return Ok(());
     }
     // Boxed: the operations that call this stay small.
@@ -429,7 +429,7 @@ pub(crate) async fn try_enter(cx: &OpContext<'_>) -> Result<bool> {
     }
     cx.with(|state| {
         // The arena may have fallen asleep meanwhile.
-        if !state.sleep.is_open() {
+        if !state.is_usable() {
             return Ok(false);
         }
         state.enter().map(|()| true)

@@ -60,7 +60,7 @@ pub(super) async fn run_ladder<T>(
         // attempt waits for its end, or fails: the waking thread may wait for this thread's
         // callback.
         if nth > 0 {
-            cx.wait_for_result(|state| state.sleep.is_open()).await;
+            cx.wait_for_result(|state| state.is_usable()).await;
         }
         outcome = match attempt(Search::Apart).await {
             Err(failure) if failure.cause == Cause::Addresses => attempt(Search::Cheapest).await,

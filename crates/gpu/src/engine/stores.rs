@@ -91,7 +91,7 @@ pub(crate) async fn prepare(
     options: SleepOptions,
     goes_on: impl Fn(&ArenaState) -> bool,
 ) -> Result<ByteSize> {
-    if !cx.with(|state| state.sleep.is_open()) {
+    if !cx.with(|state| state.is_usable()) {
         return Err(cx.with(|state| state.not_awake()));
     }
     let Some(missing) = cx.with(|state| {
@@ -108,7 +108,7 @@ pub(crate) async fn prepare(
         bytes = bytes.saturating_add(store.memory.size);
         cx.with(|state| {
             state.sleep.idle.put(vec![store], cx.clock.now());
-            state.sleep.is_open() && goes_on(state)
+            state.is_usable() && goes_on(state)
         })
     };
     let outcome = create(cx, &missing, add).await;
@@ -272,7 +272,7 @@ pub(crate) fn store_due(state: &ArenaState) -> Moment {
     if sleep.phase == SleepPhase::Waking {
         return Moment::NEVER;
     }
-    let need = if sleep.is_open() { state.memory().active } else { 0 };
+    let need = if state.is_usable() { state.memory().active } else { 0 };
     sleep.idle.due(sleep.config.stores_max, ByteSize::new(need), state.aging.time)
 }
 

@@ -347,6 +347,12 @@ impl ArenaState {
         }
     }
 
+    /// Returns `true` if the arena may use and hand out memory: it neither sleeps, nor falls asleep,
+    /// nor wakes.
+    pub(crate) const fn is_usable(&self) -> bool {
+        matches!(self.sleep.phase, SleepPhase::Awake | SleepPhase::Draining(_))
+    }
+
     /// Returns the error of an operation that needs another state of the arena.
     pub(crate) fn not_awake(&self) -> DeviceError {
         DeviceError::State { arena: self.name.clone(), state: self.sleep.state() }
@@ -357,6 +363,7 @@ impl ArenaState {
     /// # Errors
     /// `TooManyLeases`.
     pub(crate) fn enter(&mut self) -> Result<()> {
+        debug_assert!(self.is_usable(), "a lease is granted only while memory may be used");
         let leases = self.leases.checked_add(1);
         self.leases = leases.ok_or(DeviceError::TooManyLeases { limit: u32::MAX })?;
         self.moves.leases_total += 1;

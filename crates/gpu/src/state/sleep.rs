@@ -125,12 +125,6 @@ impl Sleep {
         }
     }
 
-    /// Returns `true` if the arena may use and hand out memory.
-    #[inline]
-    pub(crate) const fn is_open(&self) -> bool {
-        matches!(self.phase, SleepPhase::Awake | SleepPhase::Draining(_))
-    }
-
     /// Returns `true` if blocks may be moved.
     pub(crate) fn is_awake(&self) -> bool {
         self.phase == SleepPhase::Awake
@@ -159,7 +153,6 @@ impl Sleep {
 
     /// Records a lease, which cancels a drain. `is_first` is `true` if no other lease is held.
     pub(crate) fn enter(&mut self, is_first: bool, now: impl FnOnce() -> Moment) {
-        debug_assert!(self.is_open(), "a lease is granted only while the arena is open");
         if is_first {
             self.leased_since = now();
         }
