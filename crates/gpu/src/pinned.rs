@@ -261,8 +261,9 @@ impl<T: Pod> PinnedBuffer<T> {
     pub fn resize(&mut self, len: usize) -> Result<()> {
         self.check()?;
         let arena = &self.pool.arena;
-        let (bytes, _) =
-            arena.inner().layout::<T>(len, None, Region::Dynamic, RequestOrigin::BUFFER)?;
+        let request =
+            arena.inner().request::<T>(len, None, Region::Dynamic, RequestOrigin::BUFFER)?;
+        let bytes = ByteSize::new(request.requested);
         if let Some(block) = self.block.filter(|_| !bytes.is_zero())
             && let Some(RawBlock { size, .. }) = arena.resize_raw(block.at, bytes)?
         {

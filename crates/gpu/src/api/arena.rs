@@ -142,44 +142,38 @@ impl DeviceArena {
     ) -> Result<Buffer<T>> {
         let origin =
             RequestOrigin { lane: lane.and_then(|lane| lane.number), ..RequestOrigin::BUFFER };
-        let layout = self.inner.layout::<T>(len, None, region, origin)?;
-        let mut wanted = AllocRequest::new(region, layout, origin);
+        let wanted = self.inner.request::<T>(len, None, region, origin)?;
         let shard = self.shard_of(lane);
-        if let Some(wanted) = &mut wanted {
-            wanted.taker = lane.and_then(|lane| lane.key);
-            // Blocks with larger alignments have an entry in the arena's metadata.
-            if wanted.size <= self.inner.caches.room(shard.stream)
-                && wanted.align <= ALIGN
-                && let Some(mut owned) =
-                    shard.take(CacheKey::new(region, wanted.size), wanted.requested)
-            {
-                if matches!(&owned.block, Some(placed) if self.inner.is_fresh(placed)) {
-                    lane.into_iter().for_each(|lane| owned.lanes.add(Arc::clone(lane)));
-                    return Ok(Buffer::new(owned, len));
-                }
-                // The block was moved while it was cached: only the arena knows its address.
-                let mut moved = BlockList::default();
-                moved.push(owned);
-                self.inner.release_all(&moved);
+        // Blocks with larger alignments have an entry in the arena's metadata.
+        if wanted.size > 0
+            && wanted.size <= self.inner.caches.room(shard.stream)
+            && wanted.align <= ALIGN
+            && let Some(mut owned) =
+                shard.take(CacheKey::new(wanted.region, wanted.size), wanted.requested)
+        {
+            if matches!(&owned.block, Some(placed) if self.inner.is_fresh(placed)) {
+                lane.into_iter().for_each(|lane| owned.lanes.add(Arc::clone(lane)));
+                return Ok(Buffer::new(owned, len));
             }
+            // The block was moved while it was cached: only the arena knows its address.
+            let mut moved = BlockList::default();
+            moved.push(owned);
+            self.inner.release_all(&moved);
         }
-        self.alloc_as(wanted, lane, len, region)
+        let taker = lane.and_then(|lane| lane.key);
+        self.alloc_as(AllocRequest { taker, ..wanted }, lane, len)
     }
 
     /// Allocates a block as requested, for the stream of a lane if given. Returns a buffer of `len`
     /// elements on the block.
     fn alloc_as<T: Pod>(
         &self,
-        wanted: Option<AllocRequest>,
+        wanted: AllocRequest,
         lane: Option<&Arc<LaneInner>>,
         len: usize,
-        region: Region,
     ) -> Result<Buffer<T>> {
-        let block = match wanted {
-            Some(wanted) => Some(self.inner.alloc_block(wanted)?),
-            None => None,
-        };
-        let mut owned = BlockHandle::new(Arc::clone(self.shard_of(lane)), region, block);
+        let block = if wanted.size > 0 { Some(self.inner.alloc_block(wanted)?) } else { None };
+        let mut owned = BlockHandle::new(Arc::clone(self.shard_of(lane)), wanted.region, block);
         lane.into_iter().for_each(|lane| owned.lanes.add(Arc::clone(lane)));
         Ok(Buffer::new(owned, len))
     }
@@ -206,13 +200,11 @@ impl DeviceArena {
     /// The errors of [`DeviceArena::alloc`].
     pub fn reserve<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>> {
         let origin = RequestOrigin::RESERVE;
-        let (bytes, _) = self.inner.layout::<T>(len, None, region, origin)?;
-        let granule = self.inner.granule;
-        let whole = bytes.next_multiple_of(granule).unwrap_or(bytes);
-        let wanted = AllocRequest::new(region, (whole, granule), origin);
-        let wanted = wanted.map(|of| AllocRequest { requested: bytes.get(), ..of });
-        let buffer = self.alloc_as(wanted, None, len, region)?;
-        if wanted.is_some() {
+        let mut wanted = self.inner.request::<T>(len, None, region, origin)?;
+        wanted.align = self.inner.granule.get();
+        wanted.size = wanted.size.checked_next_multiple_of(wanted.align).unwrap_or(wanted.size);
+        let buffer = self.alloc_as(wanted, None, len)?;
+        if wanted.size > 0 {
             self.inner.run_now(|state| state.totals.reserves_total += 1);
         }
         Ok(buffer)
@@ -454,34 +446,30 @@ fn check_driver(driver: &dyn Driver, granule: ByteSize) -> Result<()> {
 lowtide_core::debug_as!(DeviceArena, |it| inner: it.inner);
 
 impl ArenaInner {
-    /// Returns the bytes and the alignment, that of the type by default, of `len` elements, for a
-    /// request of this origin.
+    /// Returns a request for `len` elements, with the alignment of the type by default.
     #[inline]
-    pub(crate) fn layout<T: Pod>(
+    pub(crate) fn request<T: Pod>(
         &self,
         len: usize,
         align: Option<ByteSize>,
         region: Region,
         origin: RequestOrigin,
-    ) -> Result<(ByteSize, ByteSize)> {
+    ) -> Result<AllocRequest> {
         self.check_open()?;
-        let element = ByteSize::of(size_of::<T>());
-        let align = align.unwrap_or(ByteSize::of(align_of::<T>()));
-        let largest_align = self.capabilities.granularity;
-        if !align.get().is_power_of_two() || align > largest_align {
-            return Err(DeviceError::Alignment { requested: align, largest: largest_align });
+        let align = align.map_or(align_of::<T>() as u64, ByteSize::get);
+        let largest = self.capabilities.granularity;
+        if !align.is_power_of_two() || align > largest.get() {
+            let requested = ByteSize::new(align);
+            return Err(DeviceError::Alignment { requested, largest });
         }
         let largest = self.largest[region as usize];
-        match element.get().checked_mul(len as u64) {
-            Some(bytes) if bytes <= largest.get() => Ok((ByteSize::new(bytes), align)),
-            bytes => {
-                let (size, align) = (bytes.unwrap_or(u64::MAX), align.get());
-                let (requested, taker) = (size, None);
-                let request = AllocRequest { region, size, align, requested, origin, taker };
-                self.refuse_too_large(&request);
-                Err(DeviceError::TooLarge { len, element, largest })
-            }
+        let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
+        if bytes > largest.get() {
+            self.refuse_too_large(&AllocRequest::new(region, bytes, align, origin));
+            let element = ByteSize::of(size_of::<T>());
+            return Err(DeviceError::TooLarge { len, element, largest });
         }
+        Ok(AllocRequest::new(region, bytes, align, origin))
     }
 
     /// Counts a block that is larger than its region.

@@ -154,17 +154,17 @@ impl<T: Pod> Buffer<T> {
         let inner = self.inner();
         let region = self.region();
         let origin = RequestOrigin::BUFFER;
-        let layout = inner.layout::<T>(len, None, region, origin)?;
-        let block = match (AllocRequest::new(region, layout, origin), self.owned.block) {
-            (None, _) => None,
-            (Some(wanted), None) => {
+        let wanted = inner.request::<T>(len, None, region, origin)?;
+        let block = match self.owned.block {
+            _ if wanted.size == 0 => None,
+            None => {
                 let placed = inner.alloc_block(wanted)?;
                 for lane in self.owned.lanes.iter() {
                     inner.note_use(placed.id, lane);
                 }
                 Some(placed)
             }
-            (Some(wanted), Some(old)) => match inner.resize_in_place(old, layout.0.get())? {
+            Some(old) => match inner.resize_in_place(old, wanted.requested)? {
                 Some(resized) => Some(resized),
                 None => {
                     let _lease = Lease::of(inner, self.owned.lanes.iter().cloned().collect())?;

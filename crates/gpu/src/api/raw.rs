@@ -15,7 +15,7 @@ use crate::api::arena::DeviceArena;
 use crate::api::lane::Lane;
 use crate::driver::{DeviceAddress, StreamHandle};
 use crate::engine::{completion, raw_block};
-use crate::state::{AllocRequest, Placement, RawUser, RequestOrigin};
+use crate::state::{Placement, RawUser, RequestOrigin};
 use crate::types::{DeviceError, Region, Result};
 use lowtide_core::bytes::ByteSize;
 
@@ -212,8 +212,10 @@ impl DeviceArena {
         let inner = self.inner();
         let origin = RequestOrigin { lane: user.and_then(RawUser::number), ..RequestOrigin::RAW };
         let len = size.as_usize().unwrap_or(usize::MAX);
-        let layout = inner.layout::<u8>(len, Some(align), region, origin)?;
-        let wanted = AllocRequest::new(region, layout, origin).ok_or(DeviceError::ZeroSize)?;
+        let wanted = inner.request::<u8>(len, Some(align), region, origin)?;
+        if wanted.size == 0 {
+            return Err(DeviceError::ZeroSize);
+        }
         let placed = inner.alloc_raw_block(wanted, user)?;
         Ok(RawBlock::of(placed))
     }

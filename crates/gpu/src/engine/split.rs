@@ -33,7 +33,7 @@ use crate::state::{
 };
 use crate::types::{CompactOptions, Region};
 use lowtide_core::clock::Moment;
-use lowtide_core::{ByteSize, log};
+use lowtide_core::log;
 
 /// The maximum number of handles that one call divides: some 2 ms of driver calls and copies for
 /// handles of 64 MiB. A guess.
@@ -156,18 +156,14 @@ async fn take_scratch(cx: &OpContext<'_>, handle: PlacedRun) -> Option<Placement
     let region = handle.region;
     let (scratch, run) = cx.with(|state| {
         let touched = state.region(region).segment.touched_runs(handle.run);
-        let size = ByteSize::new(state.bytes_of(sum_of(&touched)));
-        if state.over_limit(size.get()) > 0 {
+        let size = state.bytes_of(sum_of(&touched));
+        if size == 0 || state.over_limit(size) > 0 {
             return None;
         }
-        let wanted = AllocRequest::new(
-            region,
-            (size, ByteSize::new(state.bytes_of(1))),
-            RequestOrigin::BUFFER,
-        )?;
+        let wanted = AllocRequest::new(region, size, state.bytes_of(1), RequestOrigin::BUFFER);
         let scratch = state.region_mut(region).place_bare(&wanted)?;
         let options = CommitOptions { grow: false, large_handles: false };
-        let mut runs = state.begin_commit(region, scratch.span, size.get(), options);
+        let mut runs = state.begin_commit(region, scratch.span, size, options);
         debug_assert_eq!(runs.len(), 1, "all of it was bare, in one half");
         Some((scratch, runs.pop()?))
     })?;

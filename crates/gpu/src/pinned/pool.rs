@@ -261,8 +261,9 @@ impl PoolShared {
 
     /// Allocates a block for `len` elements; returns `None` if they have no bytes.
     pub(super) fn alloc_block<T: Pod>(&self, len: usize) -> Result<Option<PinnedBlock>> {
-        let (size, align) =
-            self.arena.inner().layout::<T>(len, None, Region::Dynamic, RequestOrigin::BUFFER)?;
+        let request =
+            self.arena.inner().request::<T>(len, None, Region::Dynamic, RequestOrigin::BUFFER)?;
+        let (size, align) = (ByteSize::new(request.requested), ByteSize::new(request.align));
         if size.is_zero() {
             return Ok(None);
         }

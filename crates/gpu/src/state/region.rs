@@ -91,7 +91,7 @@ impl RequestOrigin {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AllocRequest {
     pub(crate) region: Region,
-    /// Bytes of the block.
+    /// Bytes of the block; 0 for none.
     pub(crate) size: u64,
     /// Its alignment, a power of two.
     pub(crate) align: u64,
@@ -104,19 +104,11 @@ pub(crate) struct AllocRequest {
 }
 
 impl AllocRequest {
-    /// Creates a request for this many bytes, rounded up to the unit of sizes; `None` for 0 bytes.
+    /// Creates a request for this many bytes, rounded up to the unit of sizes.
     #[inline]
-    pub(crate) fn new(
-        region: Region,
-        (bytes, align): (ByteSize, ByteSize),
-        origin: RequestOrigin,
-    ) -> Option<Self> {
-        let (align, requested) = (align.get(), bytes.get());
-        if requested == 0 {
-            return None;
-        }
-        let size = requested.checked_next_multiple_of(ALIGN).unwrap_or(requested);
-        Some(Self { region, size, align, requested, origin, taker: None })
+    pub(crate) fn new(region: Region, bytes: u64, align: u64, origin: RequestOrigin) -> Self {
+        let size = bytes.checked_next_multiple_of(ALIGN).unwrap_or(bytes);
+        Self { region, size, align, requested: bytes, origin, taker: None }
     }
 
     /// Adds the request to the line of its event.

@@ -416,9 +416,7 @@ fn aligned_blocks_stay_aligned() {
     let (arena, _) = fixed(ByteSize::mib(8));
     let inner = arena.inner();
     let request = |size, align| {
-        let (size, align) = (ByteSize::new(size), ByteSize::new(align));
-        let wanted = AllocRequest::new(Region::Dynamic, (size, align), RequestOrigin::BUFFER)
-            .expect("not empty");
+        let wanted = AllocRequest::new(Region::Dynamic, size, align, RequestOrigin::BUFFER);
         inner.alloc_block(wanted).expect("room")
     };
     // The gap begins 512 bytes after a multiple of 4 KiB.

@@ -31,8 +31,7 @@ fn nearly_full(granules: u64) -> (DeviceArena, Arc<FaultInjectingDriver>, Buffer
 
 /// Places a block that waits for its memory.
 fn place(arena: &DeviceArena, size: ByteSize) -> Placement {
-    let target =
-        AllocRequest::new(DYNAMIC, (size, ALIGN), RequestOrigin::BUFFER).expect("not empty");
+    let target = AllocRequest::new(DYNAMIC, size.get(), ALIGN.get(), RequestOrigin::BUFFER);
     let placed = arena.inner().run_now(|state| state.place(&target, Search::Usual));
     placed.expect("room").0
 }

@@ -267,11 +267,10 @@ impl<'a> World<'a> {
 
     fn alloc(&mut self) {
         let bits = 6 + self.chance.below(9);
-        let size = ByteSize::new(1 + self.chance.below(1 << bits));
+        let size = 1 + self.chance.below(1 << bits);
         let region = if self.one_in(8) { Region::Stable } else { Region::Dynamic };
         let lane = self.pick(self.lanes.len());
-        let wanted = AllocRequest::new(region, (size, ByteSize::new(256)), RequestOrigin::BUFFER)
-            .expect("not empty");
+        let wanted = AllocRequest::new(region, size, 256, RequestOrigin::BUFFER);
         let target = AllocRequest { taker: Some(self.lanes[lane].key), ..wanted };
         let begun = alloc::begin(self.state(), &target);
         self.changes += 1;
@@ -608,12 +607,8 @@ fn the_peak_of_committed_memory_counts_each_commit() {
     let sim = device(1, &mut Chance(1), &clock);
     let mut state =
         state(&sim, &clock, &ArenaConfig { reserve: ByteSize::kib(512), ..config(ByteSize::MAX) });
-    let target = AllocRequest::new(
-        Region::Dynamic,
-        (STEP_GRANULE, ByteSize::new(256)),
-        RequestOrigin::BUFFER,
-    );
-    let target = target.expect("not empty");
+    let (size, origin) = (STEP_GRANULE.get(), RequestOrigin::BUFFER);
+    let target = AllocRequest::new(Region::Dynamic, size, 256, origin);
     let (placed, _) = state.place(&target, Search::Usual).expect("room");
     let options = CommitOptions { grow: false, large_handles: true };
     let runs = state.begin_commit(Region::Dynamic, placed.span, STEP_GRANULE.get(), options);

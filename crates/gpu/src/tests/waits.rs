@@ -56,9 +56,7 @@ fn a_block_that_waits_for_its_memory_while_the_arena_falls_asleep_is_not_asleep(
     let clock = ManualClock::new();
     let sim = steps::device(1, &mut Chance(1), &clock);
     let mut state = steps::state(&sim, &clock, &config(ByteSize::mib(4)));
-    let (size, align) = (ByteSize::kib(64), ByteSize::new(256));
-    let target =
-        AllocRequest::new(DYNAMIC, (size, align), RequestOrigin::BUFFER).expect("not empty");
+    let target = AllocRequest::new(DYNAMIC, 64 << 10, 256, RequestOrigin::BUFFER);
     let (placed, claim) = state.place(&target, Search::Usual).expect("room");
     for phase in [SleepPhase::Awake, SleepPhase::Draining(1), SleepPhase::Suspending] {
         state.sleep.phase = phase;
