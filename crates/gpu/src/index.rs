@@ -82,20 +82,13 @@ pub struct Request {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct BlockId {
     /// The record's index, below 2^30, and the marks of its index.
-    slot: u32,
+    pub(crate) slot: u32,
     /// Non-zero, so that an `Option` of an id is no larger than an id.
     generation: NonZeroU64,
 }
 
-impl BlockId {
-    /// Returns the two bits that mark the ids of its index.
-    pub(crate) const fn marks(self) -> u32 {
-        self.slot >> MARKS.trailing_zeros()
-    }
-}
-
-/// Bits that no record number uses.
-const MARKS: u32 = 3 << 30;
+/// The bits that mark the ids of an index. No record number uses them.
+pub(crate) const MARKS: [u32; 2] = [1 << 30, 1 << 31];
 
 /// The value before the generation of the first block.
 const ANCESTOR: NonZeroU64 = NonZeroU64::MIN.saturating_add(LIVE);
@@ -108,7 +101,7 @@ const ANCESTOR: NonZeroU64 = NonZeroU64::MIN.saturating_add(LIVE);
 #[derive(Debug)]
 pub struct BlockIndex {
     range: Span,
-    /// The marks of its ids, in the bits of [`MARKS`].
+    /// The marks of its ids, of [`MARKS`].
     marks: u32,
     live: u64,
     records: BlockRecords,
@@ -136,11 +129,10 @@ impl BlockIndex {
         Self::over(Span { offset: 0, size: span }, 0, blocks)
     }
 
-    /// Creates an index of a range whose ends are multiples of [`ALIGN`]. Its ids have two bits set
-    /// to `marks`, and it accepts no others.
+    /// Creates an index of a range whose ends are multiples of [`ALIGN`]. Its ids have these of
+    /// [`MARKS`], and it accepts no others.
     pub(crate) fn over(range: Span, marks: u32, blocks: usize) -> Self {
         let (records, bins) = (BlockRecords::new(blocks), Bins::new());
-        let marks = marks << MARKS.trailing_zeros();
         let mut index = Self { range, marks, live: 0, records, bins, generation: ANCESTOR };
         if range.size > 0 {
             let slot = index.records.insert(range, FREE, NONE, NONE);
@@ -347,7 +339,7 @@ impl BlockIndex {
     #[inline]
     fn live_slot(&self, id: BlockId) -> Option<u32> {
         let slot = id.slot ^ self.marks; // of no record if the id has other marks
-        let record = self.records.find(slot)?;
+        let record = self.records.table.get(slot as usize)?;
         (record.generation() == id.generation.get()).then_some(slot)
     }
 
@@ -384,25 +376,21 @@ impl BlockIndex {
     /// Changes the ends of a free block that is in bin `was`, within the span of the block and its
     /// neighbours, and moves the block to another bin if needed.
     fn reshape(&mut self, slot: u32, was: Bin, span: Span) {
-        let is = Bin::of(span.size);
-        if was == is {
+        if was == Bin::of(span.size) {
             // The order of free blocks is unchanged, so its place in the bin is right.
             let record = &mut self.records[slot];
             (record.offset, record.size) = (span.offset, span.size);
         } else {
             self.unfile_from(was, slot);
-            self.file_in(is, slot, span);
+            self.file(slot, span);
         }
     }
 
-    /// Puts a block into the bin of its size, as a free block of this span.
-    fn file(&mut self, slot: u32, span: Span) {
-        self.file_in(Bin::of(span.size), slot, span);
-    }
-
-    /// Puts a block into a known bin, before blocks of higher addresses, within the search bound.
+    /// Puts a block into the bin of its size, as a free block of this span: before blocks of higher
+    /// addresses, within the search bound.
     #[inline]
-    fn file_in(&mut self, bin: Bin, slot: u32, span: Span) {
+    fn file(&mut self, slot: u32, span: Span) {
+        let bin = Bin::of(span.size);
         let (mut before, mut after) = (NONE, self.bins.head(bin));
         for _ in 0..STEPS_TO_FILE {
             let other = &self.records[after];
@@ -434,7 +422,7 @@ impl BlockIndex {
     }
 
     /// Links a block of the bin, or the bin's head if there is none, to the next one. Selected
-    /// without a branch, as in [`BlockIndex::file_in`].
+    /// without a branch, as in [`BlockIndex::file`].
     #[inline(always)]
     fn lead(&mut self, bin: Bin, from: u32, to: u32) {
         let first = from == NONE;
@@ -791,7 +779,7 @@ impl BlockRecord {
 /// All records of one index.
 #[derive(Debug)]
 struct BlockRecords {
-    records: Vec<BlockRecord>,
+    table: Vec<BlockRecord>,
     vacant: u32,
 }
 
@@ -801,32 +789,24 @@ impl BlockRecords {
         // The sentinel reads as live for any value of `bin_prev`, and its offset is above all
         // others.
         let sentinel = BlockRecord { offset: u64::MAX, bin_next: u32::MAX, ..BlockRecord::VACANT };
-        let mut records = Self {
-            records: Vec::with_capacity(blocks.saturating_add(1).max(ROOM_MIN)),
-            vacant: NONE,
-        };
-        records.records.push(sentinel);
-        records
+        let mut table = Vec::with_capacity(blocks.saturating_add(1).max(ROOM_MIN));
+        table.push(sentinel);
+        Self { table, vacant: NONE }
     }
 
     /// Returns `true` if two more records can be made, the maximum of one operation.
     fn have_room(&self) -> bool {
-        self.records.len() < RECORDS_MAX - 2
+        self.table.len() < RECORDS_MAX - 2
     }
 
     /// Returns the bytes of the table.
     const fn metadata(&self) -> usize {
-        self.records.capacity() * size_of::<BlockRecord>()
-    }
-
-    /// Returns the record of this number, if there is one.
-    fn find(&self, slot: u32) -> Option<&BlockRecord> {
-        self.records.get(slot as usize)
+        self.table.capacity() * size_of::<BlockRecord>()
     }
 
     /// Returns every live block, in the order of the table.
     fn live(&self) -> impl Iterator<Item = Span> {
-        let records = self.records.iter().skip(1); // the sentinel reads as live
+        let records = self.table.iter().skip(1); // the sentinel reads as live
         records.filter(|record| !record.is_free()).map(BlockRecord::span)
     }
 
@@ -889,11 +869,11 @@ impl BlockRecords {
     #[cold]
     #[expect(clippy::cast_possible_truncation, reason = "there are RECORDS_MAX at most")]
     fn add(&mut self) -> u32 {
-        let count = self.records.len();
-        if count == self.records.capacity() {
-            self.records.reserve_exact(count / 2);
+        let count = self.table.len();
+        if count == self.table.capacity() {
+            self.table.reserve_exact(count / 2);
         }
-        self.records.push(BlockRecord::VACANT);
+        self.table.push(BlockRecord::VACANT);
         count as u32
     }
 }
@@ -902,13 +882,13 @@ impl Index<u32> for BlockRecords {
     type Output = BlockRecord;
 
     fn index(&self, slot: u32) -> &BlockRecord {
-        &self.records[slot as usize]
+        &self.table[slot as usize]
     }
 }
 
 impl IndexMut<u32> for BlockRecords {
     fn index_mut(&mut self, slot: u32) -> &mut BlockRecord {
-        &mut self.records[slot as usize]
+        &mut self.table[slot as usize]
     }
 }
 

@@ -11,7 +11,7 @@
 use std::num::NonZeroU64;
 
 use crate::driver::DeviceAddress;
-use crate::index::{ALIGN, BlockId, BlockIndex, End, Request, Span};
+use crate::index::{ALIGN, BlockId, BlockIndex, End, MARKS, Request, Span};
 use crate::record::Line;
 use crate::state::moves::Pins;
 use crate::state::pending::{Dependencies, Pending, StreamUses};
@@ -680,12 +680,12 @@ pub(crate) const APART_FROM: u64 = 64;
 impl BlockId {
     /// Returns the end of the region at which the block's range is.
     pub(crate) const fn end(self) -> End {
-        if self.marks() & 1 == 0 { End::Low } else { End::High }
+        if self.slot & MARKS[0] == 0 { End::Low } else { End::High }
     }
 
     /// Returns the block's region.
     pub(crate) const fn region(self) -> Region {
-        if self.marks() & 2 == 0 { Region::Stable } else { Region::Dynamic }
+        if self.slot & MARKS[1] == 0 { Region::Stable } else { Region::Dynamic }
     }
 }
 
@@ -716,8 +716,9 @@ impl RegionIndex {
         let wall = if small > 0 { granule } else { 0 };
         let low = Span { offset: 0, size: span - small - wall };
         let high = Span { offset: span - small, size: small };
-        let of = |range, end| BlockIndex::over(range, end as u32 | (region as u32) << 1, 0);
-        Self { region, ranges: [of(low, End::Low), of(high, End::High)] }
+        let mark = region as u32 * MARKS[1];
+        let ranges = [BlockIndex::over(low, mark, 0), BlockIndex::over(high, mark | MARKS[0], 0)];
+        Self { region, ranges }
     }
 
     /// Returns the bytes of addresses that large blocks can have.
