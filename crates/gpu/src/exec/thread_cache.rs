@@ -31,6 +31,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize as Number;
 use std::thread;
 
+use smallvec::SmallVec;
+
 use crate::engine::context::Surroundings as _;
 use crate::exec::inner::ArenaInner;
 use crate::exec::lane::LaneInner;
@@ -185,12 +187,8 @@ impl BlockHandle {
     fn free(&self) {
         let Some(placed) = self.block else { return };
         let lanes = if self.foreign { &Lanes::NONE } else { &self.lanes };
-        let inner = &self.shard.inner;
-        if let Some(lane) = lanes.only() {
-            return inner.run_now(|state| state.release_after(placed, lane.key.as_slice()));
-        }
-        let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key).collect();
-        inner.run_now(|state| state.release_after(placed, &streams));
+        let streams: SmallVec<[_; 1]> = lanes.iter().filter_map(|lane| lane.key).collect();
+        self.shard.inner.run_now(|state| state.release_after(placed, &streams));
     }
 
     /// Puts the block into its shard's cache. Returns the block if the arena must free it: its size

@@ -434,17 +434,17 @@ impl ArenaState {
         let is_unused =
             self.sleep.is_quiet || (self.region(region).pins.is_lost(placed.id) && !is_copied);
         let uses = if is_unused { StreamUses::default() } else { self.uses(streams) };
-        let placed = self.region(region).refreshed(placed);
         let gone = self.region_mut(region).release(placed, uses);
         debug_assert!(gone.is_some(), "only its buffer frees a block, once");
-        if let Some(went_idle) = gone {
-            self.totals.frees_total += 1;
-            if went_idle {
-                self.note_idle(region, placed.span);
-            }
-            self.events
-                .push("free", |line| line.number("size", placed.span.size).address(placed.at));
+        let Some((span, went_idle)) = gone else { return };
+        self.totals.frees_total += 1;
+        if went_idle {
+            self.note_idle(region, span);
         }
+        let segment = &self.regions[region as usize].segment;
+        self.events.push("free", |line| {
+            line.number("size", span.size).address(segment.address_of(span.offset))
+        });
     }
 
     /// Holds a block that its owner has freed and that a graph may have captured: it stays live at

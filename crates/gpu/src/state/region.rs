@@ -354,18 +354,18 @@ impl RegionState {
         Some(self.segment.memory().idle() > idle)
     }
 
-    /// Frees a live block, immediately or when these uses are complete. Returns `true` if granules
-    /// became idle.
-    pub(crate) fn release(&mut self, placed: Placement, uses: StreamUses) -> Option<bool> {
+    /// Frees a live block, immediately or when these uses are complete. Returns its span, and `true`
+    /// if granules became idle.
+    pub(crate) fn release(&mut self, placed: Placement, uses: StreamUses) -> Option<(Span, bool)> {
         let span = self.index.release(placed.id)?;
         self.pins.forget(placed.id);
         self.live -= span.size;
         self.requested = self.requested.wrapping_sub(placed.requested);
         if uses.is_empty() {
-            return Some(self.segment.set_touched::<false>(span));
+            return Some((span, self.segment.set_touched::<false>(span)));
         }
         self.defer(span, uses);
-        Some(false)
+        Some((span, false))
     }
 
     /// Starts resizing a live block with these uses in place. The part that the block grows by is
