@@ -391,7 +391,7 @@ impl BlockIndex {
     #[inline]
     fn file(&mut self, slot: u32, span: Span) {
         let bin = Bin::of(span.size);
-        let (mut before, mut after) = (NONE, self.bins.head(bin));
+        let (mut before, mut after) = (NONE, self.bins.heads[bin.0]);
         for _ in 0..STEPS_TO_FILE {
             let other = &self.records[after];
             // The sentinel's offset is above all others. The next step is selected without a
@@ -426,7 +426,7 @@ impl BlockIndex {
     #[inline(always)]
     fn lead(&mut self, bin: Bin, from: u32, to: u32) {
         let first = from == NONE;
-        self.bins.set_head(bin, select_unpredictable(first, to, self.bins.head(bin)));
+        self.bins.set_head(bin, select_unpredictable(first, to, self.bins.heads[bin.0]));
         let link = &mut self.records[from].bin_next;
         // The sentinel's link stays, because it marks the sentinel as not free.
         *link = select_unpredictable(first, *link, to);
@@ -434,7 +434,7 @@ impl BlockIndex {
 
     /// Returns the blocks of a bin, from its head.
     fn filed(&self, bin: Bin) -> impl Iterator<Item = u32> {
-        let mut at = self.bins.head(bin);
+        let mut at = self.bins.heads[bin.0];
         std::iter::from_fn(move || {
             let slot = at;
             at = self.records[slot].bin_next;
@@ -639,7 +639,7 @@ impl BlockIndex {
     /// Examines the first blocks of a bin for a better place than the best so far. At the same
     /// cost, a place in an earlier bin fits better.
     fn look(&self, bin: Bin, wanted: Request, cost: &impl Fn(Span) -> u64, best: &mut FreePlace) {
-        let mut slot = self.bins.head(bin);
+        let mut slot = self.bins.heads[bin.0];
         if matches!(wanted.end, End::High)
             && let Some((start, slot)) = self.highest(bin, wanted)
             && cost(Span { offset: start, size: wanted.size }) == 0
@@ -675,7 +675,7 @@ impl BlockIndex {
 
     /// Returns the highest place in the first blocks of a bin.
     fn highest(&self, bin: Bin, wanted: Request) -> Option<(u64, u32)> {
-        let (mut slot, mut best) = (self.bins.head(bin), None);
+        let (mut slot, mut best) = (self.bins.heads[bin.0], None);
         for _ in 0..LOOKS_PER_BIN {
             if slot == NONE {
                 break;
@@ -964,6 +964,7 @@ const WORDS: usize = BINS.div_ceil(WORD);
 /// The heads of the lists, and two levels of bitmaps over them. 3.4 KiB.
 #[derive(Debug)]
 struct Bins {
+    /// The first record of each bin's list.
     heads: Box<[u32; BINS]>,
     /// A bit for each bin: 1 if the bin is not empty.
     words: [u64; WORDS],
@@ -974,11 +975,6 @@ struct Bins {
 impl Bins {
     fn new() -> Self {
         Self { heads: Box::new([NONE; BINS]), words: [0; WORDS], summary: 0 }
-    }
-
-    /// Returns the first record of the bin's list.
-    fn head(&self, bin: Bin) -> u32 {
-        self.heads[bin.0]
     }
 
     /// Makes `slot` the first record of the bin's list; `NONE` empties it.
@@ -1076,7 +1072,7 @@ mod tests {
         let mut bins = Bins::new();
         let full = [0, 1, 15, 16, 17, 31, 32, 700, BINS - 1];
         for &bin in &full {
-            assert_eq!(bins.head(Bin(bin)), NONE);
+            assert_eq!(bins.heads[bin], NONE);
             bins.set_head(Bin(bin), 7);
         }
         for bin in 0..BINS {

@@ -19,9 +19,7 @@ use crate::engine::callbacks::Callbacks;
 use crate::engine::suspend::next_sleep;
 use crate::engine::{completion, import, raw_block, resume, stores};
 use crate::exec::reserve;
-use crate::exec::{
-    ArenaInner, BlockHandle, BlockList, CacheKey, CacheShard, CacheShards, LaneInner,
-};
+use crate::exec::{ArenaInner, BlockHandle, CacheKey, CacheShard, CacheShards, LaneInner};
 use crate::index::ALIGN;
 use crate::record::Recording;
 use crate::state::{AllocRequest, ArenaState, RequestOrigin};
@@ -156,9 +154,7 @@ impl DeviceArena {
                 return Ok(Buffer::new(owned, len));
             }
             // The block was moved while it was cached: only the arena knows its address.
-            let mut moved = BlockList::default();
-            moved.push(owned);
-            self.inner.release_all(&moved);
+            self.inner.executor.run_now(|state| owned.release_into(state));
         }
         let taker = lane.and_then(|lane| lane.key);
         self.alloc_as(AllocRequest { taker, ..wanted }, lane, len)

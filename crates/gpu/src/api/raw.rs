@@ -187,9 +187,7 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::Forked`].
     pub unsafe fn release_captured(&self) -> Result<ByteSize> {
-        let inner = self.inner();
-        let bytes = inner.run_here(|state| state.release_captured())?;
-        Ok(bytes)
+        self.inner().run_here(|state| state.release_captured())
     }
 
     /// Returns a stream without a lane as a user; `None` if the driver's work needs no order.

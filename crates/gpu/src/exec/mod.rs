@@ -10,6 +10,4 @@ pub(crate) mod view;
 
 pub(crate) use inner::ArenaInner;
 pub(crate) use lane::{DriverEvent, Keeps, LaneInner};
-pub(crate) use thread_cache::{
-    BlockHandle, BlockList, BlockPlace, CacheKey, CacheShard, CacheShards,
-};
+pub(crate) use thread_cache::{BlockHandle, BlockPlace, CacheKey, CacheShard, CacheShards};
