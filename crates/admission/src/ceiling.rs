@@ -133,11 +133,11 @@ impl Ceiling {
         let fixed = limit.scaled(1.0 - self.most);
         let fixed = fixed.max(RESERVE_MIN.min(limit.scaled(1.0 - self.start)));
         let growth = ByteSize::new(1).scaled(self.growth.get() * self.reaction.get());
+        let (start, earned) = (limit.scaled(self.start), limit.scaled(self.earned));
         let unlearned = sample.unlearned;
-        let start = limit.scaled(self.start);
-        let parts = |earned| CeilingParts { start, earned, fixed, unlearned, growth };
-        self.learn(sample, parts(limit.scaled(self.earned)).ceiling(limit));
-        let parts = parts(limit.scaled(self.earned));
+        let mut parts = CeilingParts { start, earned, fixed, unlearned, growth };
+        self.learn(sample, parts.ceiling(limit));
+        parts.earned = limit.scaled(self.earned);
         (parts.ceiling(limit), parts)
     }
 

@@ -206,11 +206,11 @@ impl Fairness {
     /// Adds the bytes that requests released: those they held and reserved since, less those they
     /// hold now.
     fn drain(&mut self, seen: &LedgerFigures, counts: &BudgetCounts, kept: f64) {
-        let reserved: u64 = (self.classes.iter().zip(&counts.classes))
-            .map(|(class, now)| {
-                now.admitted_bytes_total.wrapping_sub(class.before.admitted_bytes_total)
-            })
-            .fold(counts.beside.wrapping_sub(self.beside), u64::wrapping_add);
+        let mut reserved = counts.beside.wrapping_sub(self.beside);
+        for (class, now) in self.classes.iter().zip(&counts.classes) {
+            let before = class.before.admitted_bytes_total;
+            reserved = reserved.wrapping_add(now.admitted_bytes_total.wrapping_sub(before));
+        }
         let held = self.requests.as_f64() - seen.requests.as_f64();
         // Below zero if a request is counted a moment after it reserved; corrected at the next
         // update.

@@ -1,12 +1,12 @@
 //! Advice on a smaller limit: what it would have done to the recorded traffic.
 //!
-//! The control loop adds a sample every 50 ms ([`LimitRecord::add`]), and operators read the sums of
-//! the last 24 hours and the current one ([`LimitAdvice`]). Each hour has two histograms: the
-//! time by required memory, and the requests that each ceiling up to the limit would have
-//! rejected. For the latter a ledger is kept for each ceiling ([`Shadow`]), to which the rule of
-//! `correction` is applied: `other + K x (reserved + requested) <= ceiling`, where `reserved` is
-//! only what that ledger admitted. At each sample it releases the same fraction of its bytes as the
-//! real ledger.
+//! The control loop adds a sample every 50 ms, and every 500 ms while nothing happens
+//! ([`LimitRecord::add`]). Operators read the sums of the last 24 hours and the current one
+//! ([`LimitAdvice`]). Each hour has two histograms: the time by required memory, and the requests
+//! that each ceiling up to the limit would have rejected. For the latter a ledger is kept for each
+//! ceiling ([`Shadow`]), to which the rule of `correction` is applied:
+//! `other + K x (reserved + requested) <= ceiling`, where `reserved` is only what that ledger
+//! admitted. At each sample it releases the same fraction of its bytes as the real ledger.
 //!
 //! Counters and the real ledger are read only at samples, which costs the requests nothing. Within
 //! an interval, arrivals and releases are taken to alternate. If nothing was reserved at either end

@@ -82,8 +82,7 @@ impl Thresholds {
 
     /// Returns the highest level whose upper threshold is reached.
     fn reached(&self, ratio: f64) -> Level {
-        let of = |level: &Level| Self::of(self.up, *level).is_some_and(|up| ratio >= up);
-        Level::ALL.into_iter().rev().find(of).unwrap_or(Level::None)
+        Level::ALL[self.up.partition_point(|up| ratio >= *up)]
     }
 }
 

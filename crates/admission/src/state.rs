@@ -780,7 +780,7 @@ impl AdmissionState {
     }
 
     pub(super) fn budget_counts(&self, budget: Budget) -> BudgetCounts {
-        let mut counts = BudgetCounts::default();
+        let mut counts = BudgetCounts::NONE;
         for tally in used(&self.tallies) {
             counts.add(tally, budget);
         }

@@ -337,18 +337,25 @@ pub(super) struct BudgetCounts {
     pub(super) beside: u64,
 }
 
-impl Default for BudgetCounts {
-    fn default() -> Self {
-        let empty = |at: usize| ClassStats {
-            class: NAMES[at],
-            bound: class_bound(at),
-            ..ClassStats::default()
-        };
-        Self { classes: std::array::from_fn(empty), beside: 0 }
-    }
-}
-
 impl BudgetCounts {
+    /// No requests.
+    pub(super) const NONE: Self = {
+        let mut classes = [ClassStats {
+            class: "",
+            bound: ByteSize::ZERO,
+            admitted_total: 0,
+            admitted_bytes_total: 0,
+            rejected_total: 0,
+            rejected_bytes_total: 0,
+        }; ClassStats::COUNT];
+        let mut at = 0;
+        while at < ClassStats::COUNT {
+            (classes[at].class, classes[at].bound) = (NAMES[at], class_bound(at));
+            at += 1;
+        }
+        Self { classes, beside: 0 }
+    };
+
     /// Returns the smallest request of the smallest class in which one was admitted or did not fit.
     pub(super) fn smallest(&self) -> ByteSize {
         let asked = |class: &ClassStats| class.admitted_total + class.rejected_total > 0;
@@ -499,8 +506,8 @@ mod tests {
                 });
             }
         });
-        let (mut counts, mut host) = (AdmissionStats::default(), BudgetCounts::default());
-        let mut device = BudgetCounts::default();
+        let (mut counts, mut host) = (AdmissionStats::default(), BudgetCounts::NONE);
+        let mut device = BudgetCounts::NONE;
         for tally in &tallies {
             counts.add_ended(tally);
             counts.add(tally);

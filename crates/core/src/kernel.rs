@@ -43,13 +43,12 @@ impl Statm {
 #[must_use]
 pub fn number(text: &[u8]) -> Option<u64> {
     let text = text.trim_ascii();
-    if text.is_empty() {
-        return None;
+    let mut value = 0_u64;
+    for byte in text {
+        let digit = char::from(*byte).to_digit(10)?;
+        value = value.checked_mul(10)?.checked_add(digit.into())?;
     }
-    text.iter().try_fold(0_u64, |value, byte| {
-        let digit = byte.is_ascii_digit().then(|| u64::from(byte - b'0'))?;
-        value.checked_mul(10)?.checked_add(digit)
-    })
+    (!text.is_empty()).then_some(value)
 }
 
 /// Returns the amount in the line `key <n> kB` of `status`, `meminfo` or `smaps`.

@@ -20,14 +20,13 @@ mod state;
 mod worker;
 
 use std::hash::{BuildHasher as _, RandomState};
-use std::iter::{once, repeat};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
-use lowtide_core::sync::try_lock;
+use lowtide_core::sync::{lock, try_lock};
 
 use super::admission::Admission;
 use super::ceiling::{Ceiling, CeilingParts, CeilingSample};
@@ -41,7 +40,6 @@ use super::managed::Resources;
 use super::pressure::{Level, PressureTracker, Thresholds};
 use super::reclaim::{ReclaimBackoff, ReclaimStep, STEPS_MAX, due};
 use super::signal::{Limit, LimitSource};
-use super::state::AdmissionState;
 use super::tally::{AdmissionStats, BudgetCounts};
 use purging::{RetainedGrowth, purgeable_now};
 use saturation::{Saturation, add_utilizations};
@@ -146,8 +144,10 @@ pub trait Sensor: Send {
 /// The level and the learned figures of one budget.
 #[derive(Debug)]
 struct BudgetAccount {
+    /// Keeps the ledger from being used by another admission.
     admission: Admission,
     budget: Budget,
+    ledger: &'static Ledger,
     pressure: PressureTracker,
     correction: Correction,
     /// Requests by class since start.
@@ -167,27 +167,19 @@ impl BudgetAccount {
     ) -> Self {
         let (correction, fairness) =
             (Correction::starting_at(correction_factor), Fairness::default());
-        let (pressure, counts) = (PressureTracker::new(thresholds), BudgetCounts::default());
+        let (pressure, counts) = (PressureTracker::new(thresholds), BudgetCounts::NONE);
+        let ledger = admission.state().ledger(budget);
         let (at, finished) = (Moment::ORIGIN, 0);
-        Self { admission, budget, pressure, correction, counts, fairness, at, finished }
-    }
-
-    fn state(&self) -> &'static AdmissionState {
-        self.admission.state()
-    }
-
-    fn ledger(&self) -> &'static Ledger {
-        self.state().ledger(self.budget)
+        Self { admission, budget, ledger, pressure, correction, counts, fairness, at, finished }
     }
 
     /// Returns `true` if there is nothing to correct and nothing to share: no limit is known or in
     /// force, and nothing is held or reserved. The device's budget without a device is so always.
     fn is_unused(&self, physical: ByteSize, limit: ByteSize) -> bool {
-        let ledger = self.ledger();
         limit == ByteSize::MAX
             && physical.is_zero()
-            && ledger.ceiling() == ByteSize::MAX
-            && ledger.reserved().is_zero()
+            && self.ledger.ceiling() == ByteSize::MAX
+            && self.ledger.reserved().is_zero()
             && self.pressure.level == Level::None
     }
 
@@ -201,9 +193,9 @@ impl BudgetAccount {
 
     /// Updates the allowance and the headroom reserved within it.
     fn correct(&mut self, measured: Measured) {
-        let (ledger, since) = (self.ledger(), measured.turnover.time);
+        let (ledger, since) = (self.ledger, measured.turnover.time);
         ledger.correct(&mut self.correction, measured);
-        self.counts = self.state().budget_counts(self.budget);
+        self.counts = self.admission.state().budget_counts(self.budget);
         let (reserved, requests, allowance) =
             (ledger.reserved(), ledger.requests(), ledger.allowance());
         let seen = LedgerFigures { since, reserved, requests, allowance };
@@ -213,26 +205,25 @@ impl BudgetAccount {
     /// Publishes a last allowance, as if nothing were held but the reservations, and no reserved
     /// headroom: no further update will follow.
     fn leave(&mut self) {
-        let ledger = self.ledger();
-        let measured = Measured { ceiling: ledger.ceiling(), ..Measured::default() };
-        ledger.correct(&mut self.correction, measured);
-        ledger.balance(RoomSharing::default());
+        let measured = Measured { ceiling: self.ledger.ceiling(), ..Measured::default() };
+        self.ledger.correct(&mut self.correction, measured);
+        self.ledger.balance(RoomSharing::default());
     }
 
     /// Updates the allowance of a further device, whose admission is its own: only the device's
     /// bytes are reserved in it. It has neither a level nor reclaim steps: its owner releases idle
     /// memory by its own figures.
     fn update_device(&mut self, figures: DeviceFigures, share: f64, now: Moment) {
-        let DeviceFigures { committed, idle, limit } = figures;
+        let DeviceFigures { committed: physical, idle: purgeable, limit } = figures;
         let limit = limit.unwrap_or(ByteSize::MAX);
-        self.state().is_device_lost.store(limit.is_zero(), Ordering::Relaxed);
-        if self.is_unused(committed, limit) {
+        let state = self.admission.state();
+        state.is_device_lost.store(limit.is_zero(), Ordering::Relaxed);
+        if self.is_unused(physical, limit) {
             return;
         }
-        let turnover = self.turnover(&self.state().counts(), now);
+        let turnover = self.turnover(&state.counts(), now);
         let ceiling = part_of(limit, share);
-        let [physical, purgeable, outgrown] = [committed, idle, ByteSize::ZERO];
-        self.correct(Measured { physical, purgeable, outgrown, ceiling, turnover });
+        self.correct(Measured { physical, purgeable, ceiling, turnover, ..Measured::default() });
     }
 }
 
@@ -245,6 +236,9 @@ fn part_of(limit: ByteSize, share: f64) -> ByteSize {
 const FIT_INTERVAL: Duration = Duration::from_millis(100);
 /// The time between two samples for the advice on limits, which replays each ceiling.
 const RECORD_EVERY: Duration = Duration::from_millis(50);
+/// The same while no request comes and the required memory is the same: a sample then only adds the
+/// time since the last one.
+const RECORD_STILL_EVERY: Duration = Duration::from_millis(500);
 /// The place of [`Job::Publish`] among the periodic jobs.
 const PUBLISH: usize = 2;
 
@@ -303,8 +297,8 @@ pub struct Maintenance {
     growth: RetainedGrowth,
     exhaustion: Exhaustion,
     saturation: Saturation,
-    /// The time of the last sample for the advice on limits.
-    recorded_at: Moment,
+    /// The time of the last sample for the advice on limits, and what it required.
+    recorded: (Moment, ByteSize),
     /// When each periodic job was last posted.
     posted: [Option<Moment>; 4],
     /// The state of the jitter's generator, different in each process.
@@ -359,7 +353,7 @@ impl Maintenance {
             growth: RetainedGrowth::new(),
             exhaustion: Exhaustion::new(settings.exhaustion_policy),
             saturation: Saturation::default(),
-            recorded_at: Moment::ORIGIN,
+            recorded: (Moment::ORIGIN, ByteSize::ZERO),
             posted: [None; 4],
             chance: RandomState::new().hash_one(0_u8) | 1,
         })
@@ -369,8 +363,7 @@ impl Maintenance {
     /// user for them. Called before the first tick.
     pub fn add_device(&mut self, admission: Admission) {
         let (thresholds, factor) = (Thresholds::default(), self.settings.correction_factor);
-        let account = BudgetAccount::new(admission, Budget::Device, thresholds, factor);
-        self.further.push(account);
+        self.further.push(BudgetAccount::new(admission, Budget::Device, thresholds, factor));
     }
 
     /// Returns the shared state, which receives the jobs and the figures of the last tick.
@@ -403,15 +396,11 @@ impl Maintenance {
     pub fn tick(&mut self, now: Moment) -> impl Iterator<Item = Job> + Clone + use<> {
         let state = self.admission.state();
         let freed = state.unused.freed();
-        let mut figures = self.state.figures();
+        let mut figures = *lock(&self.state.figures);
         let last = figures.sample;
         let tick = self.sample(last.limit, now);
         let sample = &tick.sample;
         self.account(&tick, &mut figures);
-        if now - self.recorded_at >= RECORD_EVERY {
-            self.recorded_at = now;
-            self.record_limits(&tick);
-        }
         // And once a large one that waits for that holds what it needs.
         let unheld = state.host.unheld().saturating_add(state.unused.wanted());
         let needs = sample.physical.saturating_add(unheld);
@@ -423,6 +412,7 @@ impl Maintenance {
         let exhaustion = self.look_for_exhaustion(&tick, &mut figures);
         figures.saturation = self.saturate(&tick);
         let decided = [exhaustion, self.decide_purge(&tick)].into_iter();
+        self.record_limits(&tick);
         let mut jobs = Jobs::default();
         decided.chain(self.climb(&tick)).flatten().for_each(|job| jobs.insert(job));
         let due = self.post_due(&tick, &mut jobs);
@@ -453,10 +443,9 @@ impl Maintenance {
         let Settings { purge_floor, purge_part, ceiling_max, .. } = self.settings;
         let (limit, most) = (sample.limit.bytes, part_of(sample.limit.bytes, ceiling_max));
         let worth = purge_floor.max(sample.heap_live.scaled(purge_part));
-        let reserve = limit.saturating_sub(most);
-        let urgent_worth = purge_floor.max(worth.min(reserve));
+        let urgent_worth = purge_floor.max(worth.min(limit.saturating_sub(most)));
         // Once: it sums counters of all threads.
-        let (stats, waits) = (state.counts(), state.has_waiting());
+        let (stats, waits) = (state.counts(), !state.queue.is_empty());
         Tick { now, sample, limit, stats, waits, most, worth, urgent_worth }
     }
 
@@ -470,7 +459,7 @@ impl Maintenance {
         for (job, due) in [
             (Job::UnloadIdle, Some(self.resources.next_due())),
             (Job::DecayDevice, sample.device_decay_due),
-            (Job::SleepDevice, sample.device_sleep_due.filter(|_| sleeps)),
+            (Job::SleepDevice, if sleeps { sample.device_sleep_due } else { None }),
         ] {
             let due = due.unwrap_or(Moment::NEVER);
             next = next.min(due);
@@ -481,21 +470,22 @@ impl Maintenance {
         // Without anything to decay, an idle service is not woken for it.
         let decays = sample.purgeable > sample.decaying;
         let periodic = [
-            (Job::DecayHeap, settings.heap_decay_interval.filter(|_| decays)),
+            (Job::DecayHeap, if decays { settings.heap_decay_interval } else { None }),
             // Before they are published.
             (Job::SampleDevice, settings.device_interval),
             (Job::Publish, settings.publish_interval),
-            (Job::TendFit, Some(FIT_INTERVAL).filter(|_| sample.has_fit)),
+            (Job::TendFit, sample.has_fit.then_some(FIT_INTERVAL)),
         ];
         for ((job, every), posted) in periodic.into_iter().zip(&mut self.posted) {
             let Some(every) = every else { continue };
-            let at = posted.filter(|at| now - *at < every).unwrap_or_else(|| {
+            if posted.is_none_or(|at| now - at >= every) {
                 jobs.insert(job);
-                now
-            });
-            *posted = Some(at);
+                *posted = Some(now);
+            }
             // A fit is tended at ticks that come anyway.
-            next = if job == Job::TendFit { next } else { next.min(at + every) };
+            if !matches!(job, Job::TendFit) {
+                next = next.min(posted.unwrap_or(now) + every);
+            }
         }
         next
     }
@@ -576,20 +566,20 @@ impl Maintenance {
         // A lost device has no pressure: it admits nothing, and releasing memory would not help.
         let pressed = if device_limit.is_zero() { ByteSize::MAX } else { device_limit };
         let _ = self.device.pressure.update(now, committed, pressed);
-        let (mut ceiling, mut parts) = (limit, CeilingParts::default());
-        if limit != ByteSize::MAX {
-            (ceiling, parts) = self.ceiling.update(CeilingSample {
+        let (ceiling, parts) = match limit {
+            ByteSize::MAX => (limit, CeilingParts::default()),
+            _ => self.ceiling.update(CeilingSample {
                 limit,
                 required: sample.required(),
                 uncovered: self.host.correction.uncovered,
                 is_measured: self.host.correction.is_measured(),
-                unlearned: ByteSize::new(self.host.ledger().unlearned.load(Ordering::Relaxed)),
+                unlearned: ByteSize::new(self.host.ledger.unlearned.load(Ordering::Relaxed)),
                 level: self.host.pressure.level,
                 turnover,
                 tick: self.settings.active_tick,
                 late: now - self.planned,
-            });
-        }
+            }),
+        };
         (figures.sample, figures.limit, figures.ceiling_parts) = (*sample, limit, parts);
         let share = self.settings.ceiling;
         let device_ceiling = part_of(device_limit, share);
@@ -610,7 +600,7 @@ impl Maintenance {
         for (nth, device) in self.further.iter_mut().enumerate() {
             device.update_device(self.sensor.further_device(nth), share, now);
         }
-        let utilizations = self.accounts().map(|account| account.ledger().utilization());
+        let utilizations = self.accounts().map(|account| account.ledger.utilization());
         add_utilizations(&mut figures.utilizations, turnover.time, utilizations);
         figures.entered = self.host.pressure.entered;
         // The device's level unloads; only the host's rejects, since a cost that does not fit the
@@ -622,11 +612,17 @@ impl Maintenance {
         [&self.host, &self.device].into_iter().chain(&self.further)
     }
 
-    /// Records the needs of requests for the advice on limits.
-    fn record_limits(&self, tick: &Tick) {
-        let (totals, correction) = (self.host.ledger().totals(), &self.host.correction);
+    /// Records the needs of requests for the advice on limits, unless it is too early.
+    fn record_limits(&mut self, tick: &Tick) {
+        let required = tick.sample.required();
+        let is_still = self.quiet_since.is_some() && self.recorded.1 == required;
+        if tick.now - self.recorded.0 < if is_still { RECORD_STILL_EVERY } else { RECORD_EVERY } {
+            return;
+        }
+        self.recorded = (tick.now, required);
+        let (totals, correction) = (self.host.ledger.totals(), &self.host.correction);
         let by_level = [RejectReason::Pressure, RejectReason::Exhausted];
-        let (required, correction_factor) = (tick.sample.required(), correction.correction_factor);
+        let correction_factor = correction.correction_factor;
         let of_requests = totals.requests.scaled(correction_factor);
         let without_requests = required.saturating_sub(of_requests);
         let limits = LimitSample {
@@ -650,8 +646,8 @@ impl Maintenance {
     /// Returns the saturation.
     fn saturate(&mut self, tick: &Tick) -> f64 {
         let (state, now) = (self.admission.state(), tick.now);
-        let states = once(&self.host).chain(&self.further).map(BudgetAccount::state);
-        let total = states.map(AdmissionState::sheds_total).sum();
+        let further = self.further.iter().map(|device| device.admission.state().sheds_total());
+        let total = state.sheds_total() + further.sum::<u64>();
         let last = self.saturation.shed_at;
         // An instance that shuts down sheds to others, which are to have room.
         let sheds = self.saturation.has_recent_shed(now, total) && !state.is_closed();
@@ -661,14 +657,15 @@ impl Maintenance {
         }
         let is_critical = self.host.pressure.level == Level::Critical;
         let is_short = sheds || tick.waits || is_critical || self.exhaustion.is_declared();
-        // The largest part that is taken of a budget.
-        let taken = || {
+        let mut value = 1.0;
+        if !is_short {
+            // The largest part that is taken of a budget.
             let Cost { host, device } = state.by_budget(self.resources.evictable());
-            let freed = [host, device].into_iter().chain(repeat(ByteSize::ZERO));
-            let parts = self.accounts().zip(freed).map(|(it, freed)| it.ledger().saturation(freed));
-            parts.fold(0.0, f64::max)
-        };
-        let value = if is_short { 1.0 } else { taken() };
+            value = self.host.ledger.saturation(host).max(self.device.ledger.saturation(device));
+            for device in &self.further {
+                value = value.max(device.ledger.saturation(ByteSize::ZERO));
+            }
+        }
         self.saturation.add(now, value)
     }
 
@@ -692,7 +689,7 @@ impl Maintenance {
         let grows = sample.physical.saturating_sub(last) > tick.limit.scaled(0.01);
         let pressed = self.host.pressure.level.max(self.device.pressure.level) > Level::None;
         let waits = !self.admission.state().queue.is_empty();
-        let is_held = self.accounts().any(|account| !account.ledger().requests().is_zero());
+        let is_held = self.accounts().any(|account| !account.ledger.requests().is_zero());
         filled || grows || pressed || waits || is_held
     }
 }
@@ -743,7 +740,7 @@ mod device_tests {
         account.update_device(figures, 0.8, Moment::ORIGIN);
         let ask = |mib| admission.try_admit(Cost::device(ByteSize::mib(mib)));
         let held = ask(30).expect("idle memory is room");
-        assert!(!account.ledger().requests().is_zero());
+        assert!(!account.ledger.requests().is_zero());
         assert!(matches!(ask(81), Err(Rejected::TooLarge { .. })));
         let lost = DeviceFigures { limit: Some(ByteSize::ZERO), ..DeviceFigures::default() };
         account.update_device(lost, 0.8, Moment::ORIGIN);
@@ -752,7 +749,7 @@ mod device_tests {
         let host = admission.try_admit(Cost::host(ByteSize::mib(1)));
         assert!(host.is_ok(), "what needs no device is admitted");
         drop((held, host));
-        assert!(account.ledger().requests().is_zero());
+        assert!(account.ledger.requests().is_zero());
         account.update_device(figures, 0.8, Moment::ORIGIN);
         assert!(ask(30).is_ok());
     }

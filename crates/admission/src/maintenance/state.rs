@@ -46,7 +46,7 @@ pub(super) struct Figures {
 /// The jobs for the worker, and the figures of the last tick for the worker, metrics and endpoints.
 #[derive(Debug)]
 pub struct PressureState {
-    figures: Mutex<Figures>,
+    pub(super) figures: Mutex<Figures>,
     physical_peak: AtomicU64,
     pub(super) ticks: AtomicU64,
     /// The largest delay of a tick, in nanoseconds.
