@@ -324,7 +324,7 @@ impl LargeRequests {
 
     fn check_time(&self, now: Moment) {
         let mut registry = self.registry();
-        if now - registry.time_checked >= TIME_CHECKED_EVERY {
+        if !registry.requests.is_empty() && now - registry.time_checked >= TIME_CHECKED_EVERY {
             registry.time_checked = now;
             drop(registry);
             self.each().for_each(|request| request.check_time(now));

@@ -75,11 +75,6 @@ pub struct Thresholds {
 }
 
 impl Thresholds {
-    /// Returns the threshold of a level in this list; `None` for [`Level::None`], which has none.
-    fn of(list: [f64; 3], level: Level) -> Option<f64> {
-        list.get(usize::from(level.as_u8()).checked_sub(1)?).copied()
-    }
-
     /// Returns the highest level whose upper threshold is reached.
     fn reached(&self, ratio: f64) -> Level {
         Level::ALL[self.up.partition_point(|up| ratio >= *up)]
@@ -131,7 +126,7 @@ impl PressureTracker {
         let ratio = ratio(usage, limit);
         let reached = self.thresholds.reached(ratio);
         let target = Level::from_u8(reached.as_u8() + u8::from(fills_soon));
-        let down = Thresholds::of(self.thresholds.down, self.level);
+        let down = (self.level as usize).checked_sub(1).map(|at| self.thresholds.down[at]);
         if target > self.level {
             self.enter(target);
         } else if target == self.level || down.is_none_or(|down| ratio >= down) {

@@ -62,14 +62,9 @@ impl ManagedArena {
 
 /// The list, shared with the sensor.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Arenas(Arc<Mutex<Vec<Arc<ManagedArena>>>>);
+pub(super) struct Arenas(pub(super) Arc<Mutex<Vec<Arc<ManagedArena>>>>);
 
 impl Arenas {
-    /// Visits all arenas under the lock, without copying the list. For short calls.
-    pub(super) fn each(&self, mut see: impl FnMut(&ManagedArena)) {
-        lock(&self.0).iter().for_each(|arena| see(arena));
-    }
-
     /// Returns all arenas.
     pub(super) fn all(&self) -> Vec<Arc<ManagedArena>> {
         lock(&self.0).clone()

@@ -195,7 +195,7 @@ impl Devices {
         // Host memory for sleeping arenas, then idle memory of all.
         let steps =
             vec![step(Budget::Host, Shared::release_stores), step(own, Shared::purge_arenas)];
-        (steps, self.list.iter().any(|device| device.counted == CountedIn::OnDevice))
+        (steps, self.has_own())
     }
 }
 

@@ -194,6 +194,9 @@ pub(in crate::memory) struct ArenasSensor {
     /// The figures of the last sample, by the number of the device.
     pub(super) figures: Vec<DeviceFigures>,
     pub(super) limit: Option<ByteSize>,
+    /// `true` if a device, and the first one, has memory of its own.
+    pub(super) has_own: bool,
+    pub(super) is_first_own: bool,
 }
 
 impl ArenasSensor {
@@ -203,25 +206,26 @@ impl ArenasSensor {
             let limit = if device.is_lost() { Some(ByteSize::ZERO) } else { self.limit };
             *figures = DeviceFigures { limit, ..DeviceFigures::default() };
         }
-        let by_device = &mut self.figures;
-        self.arenas.each(|ManagedArena { arena, device, .. }| {
+        // The lock is held for short calls, so that the list is not copied.
+        for managed in &*lock(&self.arenas.0) {
+            let ManagedArena { arena, device, .. } = &**managed;
             let ([committed, idle], [next_decay, next_sleep]) = arena.control_figures();
             let is_pinned = arena.backend() == Backend::PinnedHost;
             if device.counted == CountedIn::BesideKernel && !is_pinned {
                 sample.physical = sample.physical.saturating_add(committed);
             }
             if device.is_lost() {
-                return;
+                continue;
             }
             let earlier = |due: Option<Moment>, next| Some(due.map_or(next, |due| due.min(next)));
             sample.device_decay_due = earlier(sample.device_decay_due, next_decay);
             sample.device_sleep_due = earlier(sample.device_sleep_due, next_sleep);
             if device.counted == CountedIn::OnDevice && !is_pinned {
-                if let Some(sum) = by_device.get_mut(device.number as usize) {
+                if let Some(sum) = self.figures.get_mut(device.number as usize) {
                     sum.committed = sum.committed.saturating_add(committed);
                     sum.idle = sum.idle.saturating_add(idle);
                 }
-                return;
+                continue;
             }
             sample.purgeable = sample.purgeable.saturating_add(idle);
             sample.decaying = sample.decaying.saturating_add(idle);
@@ -229,13 +233,10 @@ impl ArenasSensor {
                 let other = sample.untracked_anonymous.saturating_sub(committed);
                 sample.untracked_anonymous = other;
             }
-        });
-        let is_own = |device: &Arc<Device>| device.counted == CountedIn::OnDevice;
-        sample.device_sleep_takes_host = self.list.iter().any(is_own);
-        if let Some(figures) =
-            self.figures.first().filter(|_| self.list.first().is_some_and(is_own))
-        {
-            sample.device = *figures;
+        }
+        sample.device_sleep_takes_host = self.has_own;
+        if self.is_first_own {
+            sample.device = self.figures.first().copied().unwrap_or_default();
         }
     }
 

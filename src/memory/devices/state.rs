@@ -67,6 +67,11 @@ impl Devices {
         self.list.first().is_some_and(|device| device.counted == CountedIn::OnDevice)
     }
 
+    /// Returns `true` if a device has memory of its own.
+    pub(super) fn has_own(&self) -> bool {
+        self.list.iter().any(|device| device.counted == CountedIn::OnDevice)
+    }
+
     /// Returns `true` if the default device's memory is the host's.
     pub(in crate::memory) fn is_unified(&self) -> bool {
         self.list.first().is_some_and(|device| device.driver.capabilities().counts_as_host())
@@ -76,7 +81,9 @@ impl Devices {
     pub(in crate::memory) fn sensor(&self, config: &Config) -> ArenasSensor {
         let limit = Some(config.device_limit.value).filter(|limit| *limit != ByteSize::MAX);
         let figures = vec![DeviceFigures::default(); self.list.len()];
-        ArenasSensor { arenas: self.arenas.clone(), list: self.list.clone(), figures, limit }
+        let (has_own, is_first_own) = (self.has_own(), self.has_own_memory());
+        let (arenas, list) = (self.arenas.clone(), self.list.clone());
+        ArenasSensor { arenas, list, figures, limit, has_own, is_first_own }
     }
 
     /// Returns the budgets of further devices.

@@ -91,8 +91,10 @@ pub(super) fn add_utilizations(
         if nth + 1 == LEDGERS {
             value = now.by_ref().flatten().chain(value).reduce(f64::max);
         }
-        let after = |value| average.map_or(value, |before| before + weight * (value - before));
-        *average = value.map(after);
+        *average = match (*average, value) {
+            (Some(before), Some(value)) => Some(before + weight * (value - before)),
+            (_, value) => value,
+        };
     }
 }
 
