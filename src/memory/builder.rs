@@ -210,7 +210,7 @@ impl Builder {
         let builder = self.detached();
         let config = Config::resolve(&builder.code, &Settings::default())?;
         let parts = builder.assemble(config, ProcessClaim::new(false))?;
-        let AssembledParts { shared, mut maintenance, mut worker, .. } = parts;
+        let (shared, mut maintenance, mut worker, _) = parts;
         let memory = Memory::of(Arc::clone(&shared), Arc::new(running(&shared)));
         let (state, clock) = (Arc::clone(&shared.state), Arc::clone(&shared.clock));
         let step = move || {
@@ -328,7 +328,7 @@ impl Builder {
         let worker = maintenance.worker(Box::new(actions));
         // The first sample is taken here, so that the first request finds a measured allowance.
         let _ = maintenance.tick(shared.clock.now());
-        Ok(AssembledParts { shared, maintenance, worker, recording })
+        Ok((shared, maintenance, worker, recording))
     }
 }
 
@@ -417,14 +417,8 @@ impl Builder {
     }
 }
 
-/// The connected parts of a `Memory` that does not run yet.
-struct AssembledParts {
-    shared: Arc<Shared>,
-    maintenance: Maintenance,
-    worker: Worker,
-    /// The file of the flight recorder.
-    recording: Option<FlightFile>,
-}
+/// The connected parts of a `Memory` that does not run yet, with the file of the flight recorder.
+type AssembledParts = (Arc<Shared>, Maintenance, Worker, Option<FlightFile>);
 
 /// The maximum number of jobs of a step: each arena may be put to sleep by one of its own.
 const JOBS_MAX: usize = 1024;
@@ -560,7 +554,7 @@ fn running(shared: &Shared) -> RunningMemory {
 /// Starts the two threads, and those of the profiler and the flight recorder. On failure the
 /// running ones are signalled to end.
 fn launch(parts: AssembledParts, stack: ByteSize) -> Result<Memory, StartError> {
-    let AssembledParts { shared: joined, mut maintenance, mut worker, recording, .. } = parts;
+    let (joined, mut maintenance, mut worker, recording) = parts;
     let running = Arc::new(running(&joined));
     let stop_flag = || Arc::clone(&running.stop);
     let (stop, bell) = (stop_flag(), Arc::clone(&running.bell));

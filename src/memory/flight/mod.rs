@@ -36,6 +36,7 @@ use lowtide_admission::{
     Budget, RejectReason, RequestMemory, ResourceStats, SignalTracker, Signals,
 };
 use lowtide_core::file::KeptFile;
+use lowtide_core::kernel::number;
 
 use super::error::Diagnostic;
 use super::shared::Shared;
@@ -92,7 +93,7 @@ impl Flight {
             boot_id: boot_id(),
             cgroup: cgroup(signals),
             cgroup_kills: signals.oom_kills(),
-            machine_kills: MachineKills::open().read(),
+            machine_kills: machine_kills(open_vmstat().as_ref()),
         };
         let last_exit = LastExit::of(contents, &now);
         (Self { last_exit, ..Self::default() }, file.prepare().map_err(off).ok())
@@ -141,7 +142,7 @@ pub(super) struct FlightRecorder {
     file: FlightFile,
     run: RunIdentity,
     tracker: SignalTracker,
-    machine_kills: MachineKills,
+    vmstat: Option<KeptFile>,
     writer: HalfWriter,
     samples: VecDeque<FlightSample>,
     /// Room for the permits, of which the first so many are those of the last sample.
@@ -171,7 +172,7 @@ impl FlightRecorder {
             file,
             run,
             tracker: SignalTracker::new(Arc::clone(&shared.signals)),
-            machine_kills: MachineKills::open(),
+            vmstat: open_vmstat(),
             writer: HalfWriter::new(),
             samples: VecDeque::with_capacity(SAMPLES_MAX),
             permits: std::iter::repeat_with(RequestMemory::with_room).take(PERMITS_MAX).collect(),
@@ -280,7 +281,7 @@ impl FlightRecorder {
         let (shared, writer) = (&*self.shared, &mut self.writer);
         let end = RunEnd::ALL.get(usize::from(shared.flight.end.load(Ordering::Acquire)));
         let end = end.copied().unwrap_or_default();
-        writer.begin(&self.run, end, self.machine_kills.read());
+        writer.begin(&self.run, end, machine_kills(self.vmstat.as_ref()));
         writer.list(SAMPLES_MAX, self.samples.iter().chain(&look));
         shared.events.last(EVENTS_MAX, |events| writer.list(EVENTS_MAX, events));
         writer.list(PERMITS_MAX, self.permits.iter().take(self.permits_now));
@@ -297,25 +298,19 @@ const ABOUT: &str = "flight_recorder";
 /// The beginning of the diagnostic about a failed write.
 const FAILED: &str = "recording is incomplete";
 
-/// The count of processes that the kernel has OOM-killed on this machine since it booted.
-///
-/// It is not that of a cgroup, so it lasts when a container gets a new one.
-struct MachineKills(Option<KeptFile>);
+/// Opens the kernel's counts of this machine's memory; `None` on other systems.
+fn open_vmstat() -> Option<KeptFile> {
+    KeptFile::open(Path::new("/proc/vmstat")).ok()
+}
 
-impl MachineKills {
-    fn open() -> Self {
-        // Other systems have no such file.
-        Self(KeptFile::open(Path::new("/proc/vmstat")).ok())
-    }
-
-    /// Returns the count now; `None` if it is unknown. Allocates nothing.
-    fn read(&self) -> Option<u64> {
-        let mut text = [0; VMSTAT_MAX];
-        let length = self.0.as_ref()?.read_at(&mut text, 0).ok()?;
-        let mut lines = text.get(..length)?.split(|byte| *byte == b'\n');
-        let count = lines.find_map(|line| line.strip_prefix(b"oom_kill "))?;
-        std::str::from_utf8(count).ok()?.parse().ok()
-    }
+/// Returns the count of processes that the kernel has OOM-killed on this machine since it booted;
+/// `None` if it is unknown. It is not that of a cgroup, so it lasts when a container gets a new one.
+/// Allocates nothing.
+fn machine_kills(vmstat: Option<&KeptFile>) -> Option<u64> {
+    let mut text = [0; VMSTAT_MAX];
+    let length = vmstat?.read_at(&mut text, 0).ok()?;
+    let mut lines = text.get(..length)?.split(|byte| *byte == b'\n');
+    number(lines.find_map(|line| line.strip_prefix(b"oom_kill "))?)
 }
 
 /// The bytes of `/proc/vmstat` that are read: it has some 4 KiB.
