@@ -1,5 +1,5 @@
-//! What a path of the arena or a request runs: its functions and files in a debug build, and those
-//! of the arena their instructions in a release build over those of an older commit.
+//! What a path of the arena, a request or a tick runs: its functions and files in a debug build, and
+//! those of the arena their instructions in a release build over those of an older commit.
 //!
 //! The program of the arena is an example of the package, `arena_paths`. A package of its own builds it, once
 //! against this tree and once against a worktree of the older commit, with the same versions of all
@@ -23,6 +23,9 @@ const BUILT: &str = "target/figures/arena";
 /// The function of the program in which callgrind counts.
 const MEASURED: &str = "*arena_paths::measured*";
 
+/// The function that is a tick.
+const TICK: &str = "lowtide_admission::maintenance::Maintenance::tick";
+
 /// A path and the number of times that it runs to be counted.
 const PATHS: [(&str, &str, usize); 5] = [
     ("warm_pair.instructions_ratio", "warm_pair", 10_000),
@@ -44,16 +47,40 @@ pub(super) fn measure_drop() -> Result<Vec<Figure>, String> {
 
 /// Counts the functions and files that a request runs from its head to the end of its answer.
 pub(super) fn measure_request() -> Result<Vec<Figure>, String> {
-    let file = tree::root().join("target/request.out");
+    let written = run_bench("requests", "request", "'valgrind'", "requests::measured")?;
+    let text = written.first().ok_or("callgrind wrote nothing")?;
+    Ok(figures_of("request.functions", "request.files", text))
+}
+
+/// Counts the functions and files of a tick of the control loop: the median of an idle process.
+pub(super) fn measure_tick() -> Result<Vec<Figure>, String> {
+    // The process ends with its standard input. Each tick is written to a file of its own.
+    let valgrind = format!("'sh','-c','sleep 15 | \"$@\"','sh','valgrind','--dump-after={TICK}'");
+    let mut ticks = run_bench("idle", "managed", &valgrind, TICK)?;
+    ticks.sort_by_key(|text| own_functions(text).len());
+    let text = ticks.get(ticks.len() / 2).ok_or("callgrind wrote nothing")?;
+    Ok(figures_of("tick.functions", "tick.files", text))
+}
+
+/// Runs a bench of this kind, in which callgrind counts in a function. Returns what it writes.
+fn run_bench(
+    bench: &str,
+    kind: &str,
+    valgrind: &str,
+    function: &str,
+) -> Result<Vec<String>, String> {
+    let folder = tree::root().join("target/figures").join(bench);
+    let _ = fs::remove_dir_all(&folder);
+    fs::create_dir_all(&folder).map_err(|error| error.to_string())?;
     let runner = format!(
-        "target.'cfg(all())'.runner=['valgrind','--tool=callgrind','--quiet',\
-         '--collect-atstart=no','--toggle-collect=requests::measured','--callgrind-out-file={}']",
-        file.display()
+        "target.'cfg(all())'.runner=[{valgrind},'--tool=callgrind','--quiet',\
+         '--collect-atstart=no','--toggle-collect={function}','--callgrind-out-file={}']",
+        folder.join("out").display()
     );
-    let bench = cargo("bench --locked --quiet --profile dev --bench requests --config").arg(runner);
-    bench.words("-- --be request").run()?;
-    let text = fs::read_to_string(&file).map_err(|error| error.to_string())?;
-    Ok(figures_of("request.functions", "request.files", &text))
+    let run = cargo("bench --locked --quiet --profile dev --config").arg(runner);
+    run.words("--bench").arg(bench).words("-- --be").arg(kind).run()?;
+    let files = fs::read_dir(&folder).map_err(|error| error.to_string())?.flatten();
+    Ok(files.filter_map(|file| fs::read_to_string(file.path()).ok()).collect())
 }
 
 fn build_debug() -> Result<PathBuf, String> {

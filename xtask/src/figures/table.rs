@@ -157,6 +157,7 @@ pub(super) const ROWS: &[Row] = &[
     ),
     row("poll", "poll.", Bench("overload -- --poll 20")),
     row("poll", "poll.disk.", Script(".ci/disks")),
+    row("poll", "poll.tick.", Own(paths::measure_tick)),
     row("poll", "poll.v2.", Script(".ci/limits/run")),
     row("light", "light.heap.", Bench("control -- --parts heap")),
     row(
@@ -254,6 +255,8 @@ pub(super) const GOALS: &[(&str, Bound)] = &[
     ("arena.sleep.instructions_ratio", Most(1.0)),
     ("arena.wake.instructions_ratio", Most(1.0)),
     ("arena.schedules_per_s_ratio", Least(10.0)),
+    ("poll.tick.functions", Most(70.0)),
+    ("poll.tick.files", Most(18.0)),
     ("arena.schedules.failed", Most(0.0)),
     ("questions.metrics", Most(45.0)),
     ("questions.panels", Most(35.0)),
