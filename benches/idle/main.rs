@@ -44,12 +44,6 @@ const OF_EACH: usize = 3;
 const SETTLE: Duration = Duration::from_secs(2);
 /// Processes that are started for the time it takes.
 const STARTS: usize = 30;
-/// Goals, in the units of their figures.
-const CPU_MAX_PERCENT: f64 = 0.05;
-const THREADS: f64 = 2.0;
-const RESIDENT_MAX_MIB: f64 = 2.0;
-const START_MAX_MS: f64 = 10.0;
-
 /// What the crate costs a service that does nothing.
 #[derive(Clone, Debug, Parser)]
 struct Cli {
@@ -104,26 +98,26 @@ fn start(kind: &str, recording: Option<&Path>) -> Result<Process, BoxError> {
     Process::start(command)
 }
 
-/// Looks at a process: its CPU time in seconds, the number of our threads, and its resident memory,
-/// and of that what is its own, in MiB.
-fn look(process: &Process) -> Result<[f64; 4], BoxError> {
+/// Looks at a process: its CPU time and that of its control thread in seconds, the number of our
+/// threads, and its resident memory, and of that what is its own, in MiB.
+fn look(process: &Process) -> Result<[f64; 5], BoxError> {
     let id = process.child.id();
     let threads = threads(id)?;
-    let nanos = threads.iter().map(|thread| thread.1).sum();
-    let ours = threads.iter().filter(|thread| thread.0.starts_with("lowtide-")).count();
+    let of = |name: &'static str| threads.iter().filter(move |it| it.0.starts_with(name));
+    let seconds = |name| of(name).map(|thread| count(thread.1) / 1e9).sum();
     // Read last: it walks the process's pages.
     let mib =
         |key| kernel_value(format!("/proc/{id}/smaps_rollup"), key).map(|kib| count(kib) / 1024.0);
     let private = mib("Private_Dirty:")? + mib("Private_Clean:")?;
-    Ok([count(nanos) / 1e9, count(ours as u64), mib("Rss:")?, private])
+    Ok([seconds(""), seconds(CONTROL), count(of("lowtide-").count() as u64), mib("Rss:")?, private])
 }
 
 /// Lets processes of two kinds stand idle side by side for this time. Returns the medians of each
-/// kind: what it takes of a processor in percent, and the rest of [`look`].
+/// kind: what it and its control thread take of a processor in percent, and the rest of [`look`].
 fn stand(
     kinds: [&dyn Fn(usize) -> Result<Process, BoxError>; 2],
     watched: Duration,
-) -> Result<[[f64; 4]; 2], BoxError> {
+) -> Result<[[f64; 5]; 2], BoxError> {
     let mut idlers = Vec::new();
     for nth in 0..OF_EACH {
         for start in kinds {
@@ -138,7 +132,7 @@ fn stand(
     std::thread::sleep(watched);
     let (mut after, seconds) = (looks()?, begun.elapsed().as_secs_f64());
     for (after, before) in after.iter_mut().zip(before) {
-        after[0] = (after[0] - before[0]) / seconds * 100.0;
+        [0, 1].into_iter().for_each(|at| after[at] = (after[at] - before[at]) / seconds * 100.0);
     }
     let of_kind = |kind: usize, at: usize| {
         median(&after[kind..].iter().step_by(2).map(|look| look[at]).collect::<Vec<_>>())
@@ -154,27 +148,26 @@ fn measure(counted: bool) -> Result<bool, BoxError> {
     let [bare, managed] = stand([&|_| start("bare", None), &|_| start("managed", None)], watched)?;
     let starts = (0..STARTS).map(|_| start("brief", None)?.first_line());
     let starts = starts.collect::<Result<Vec<_>, BoxError>>()?;
-    let slowest = starts.iter().copied().fold(0.0, f64::max);
-    figures.at_most("idle_managed_threads", managed[1], "threads", THREADS);
-    figures.add("idle_managed_private", managed[3] - bare[3], "MiB");
+    figures.at_most("idle_managed_threads", managed[2], "threads", 2.0);
+    figures.add("idle_managed_private", managed[4] - bare[4], "MiB");
     figures.add("idle_managed_start_p50", median(&starts), "ms");
-    figures.timed("idle_managed_cpu", managed[0] - bare[0], "%", CPU_MAX_PERCENT);
-    figures.timed("idle_managed_resident", managed[2] - bare[2], "MiB", RESIDENT_MAX_MIB);
-    figures.timed("idle_managed_start_max", slowest, "ms", START_MAX_MS);
+    figures.timed("idle_managed_cpu", managed[0] - bare[0], "%", 0.05);
+    figures.timed("idle_managed_resident", managed[3] - bare[3], "MiB", 2.0);
+    figures.timed("idle_managed_start_max", starts.into_iter().fold(0.0, f64::max), "ms", 10.0);
     Ok(figures.print())
 }
 
 // What the flight recorder costs: its thread in a service under steady load, and its memory, which
 // is what an idle process holds beyond one without it.
 
-const RECORDER_CPU_MAX_PERCENT: f64 = 0.2;
 const RECORDER_MAX: f64 = 1126.0 * 1024.0; // 1.1 MiB
 /// The time over which CPU and allocations are counted.
 const COUNTED: Duration = Duration::from_secs(20);
 /// Requests in progress, each with a body that does not end.
 const REQUESTS: usize = 64;
-/// The name of the recorder's thread.
+/// The names of the recorder's thread and of the control loop's.
 const NAME: &str = "lowtide-flight";
+const CONTROL: &str = "lowtide-control";
 
 /// A clock that notes what the recorder's thread has allocated whenever that waits.
 #[derive(Debug, Default)]
@@ -202,7 +195,7 @@ impl Clock for Watch {
 }
 
 /// Is a service under steady load with a recorder. Prints the bytes that the recorder's thread
-/// allocated, and what it takes of a processor in percent.
+/// allocated, and what it and the control loop's take of a processor in percent.
 #[tokio::main(flavor = "current_thread")]
 async fn loaded() -> Result<(), BoxError> {
     let watch = Arc::new(Watch::default());
@@ -219,7 +212,8 @@ async fn loaded() -> Result<(), BoxError> {
     if memory.report().oldest_requests().is_empty() {
         return Err("no requests are listed".into());
     }
-    let seen = || Ok::<_, BoxError>((watch.allocated.load(Ordering::Relaxed), nanos_of(NAME)?));
+    let allocated = || watch.allocated.load(Ordering::Relaxed);
+    let seen = || Ok::<_, BoxError>([allocated(), nanos_of(NAME)?, nanos_of(CONTROL)?]);
     let (start, before) = (Instant::now(), seen()?);
     while start.elapsed() < COUNTED {
         // Events, of which each changes the recording.
@@ -228,8 +222,9 @@ async fn loaded() -> Result<(), BoxError> {
         tokio::time::sleep(Duration::from_millis(500)).await;
     }
     let (took, after) = (start.elapsed(), seen()?);
-    let percent = Duration::from_nanos(after.1 - before.1).div_duration_f64(took) * 100.0;
-    println!("{}\n{percent}", after.0 - before.0);
+    let [allocated, recorder, control] = [0, 1, 2].map(|at| after[at] - before[at]);
+    let percent = |nanos| count(nanos) / took.as_secs_f64() / 1e7;
+    println!("{allocated}\n{}\n{}", percent(recorder), percent(control));
     Ok(())
 }
 
@@ -238,13 +233,16 @@ fn recorder(counted: bool) -> Result<bool, BoxError> {
     let folder = tempfile::tempdir()?;
     let recorded = |kind, nth: usize| start(kind, Some(&folder.path().join(nth.to_string())));
     let mut loaded = recorded("loaded", OF_EACH)?;
-    let (allocations, percent) = (loaded.first_line()?, loaded.first_line()?);
+    let [allocations, percent, control] = [(); 3].map(|()| loaded.first_line());
+    let watched = if counted { SETTLE } else { COUNTED };
     let [without, with] =
-        stand([&|_| start("managed", None), &|nth| recorded("managed", nth)], SETTLE)?;
-    let memory = (with[2] - without[2]).max(0.0) * f64::from(1 << 20);
+        stand([&|_| start("managed", None), &|nth| recorded("managed", nth)], watched)?;
+    let memory = (with[3] - without[3]).max(0.0) * f64::from(1 << 20);
     let mut figures = Figures::new(counted);
-    figures.timed("questions.recorder.cpu_percent", percent, "percent", RECORDER_CPU_MAX_PERCENT);
-    figures.at_most("questions.recorder.allocations", allocations, "bytes", 0.0);
+    figures.timed("questions.recorder.cpu_percent", percent?, "percent", 0.2);
+    figures.timed("poll.control.busy", control?, "percent", 0.08);
+    figures.timed("poll.control.idle", without[1], "percent", 0.03);
+    figures.at_most("questions.recorder.allocations", allocations?, "bytes", 0.0);
     figures.at_most("questions.recorder.memory_bytes", memory, "bytes", RECORDER_MAX);
     Ok(figures.print())
 }

@@ -16,7 +16,7 @@ mod paths;
 mod small;
 mod table;
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, ptr::eq};
 
 use self::table::{Bound, GOALS, ROWS, Row, SUBJECTS, Source};
 use crate::run::{Run, cargo};
@@ -77,7 +77,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), String> {
 
 /// Measures what prints these figures, or all but those that take long.
 fn measure<'a>(
-    rows: impl Iterator<Item = &'a Row> + Clone,
+    rows: impl DoubleEndedIterator<Item = &'a Row> + Clone,
     subject: &str,
     only: &[String],
 ) -> Result<(), String> {
@@ -91,8 +91,10 @@ fn measure<'a>(
         return Err(format!("unknown figure {name:?}: expected one of {}", known.join(" ")));
     }
     let (mut printed, mut failed) = (BTreeSet::new(), Vec::new());
-    for row in rows {
-        if only.is_empty() && !row.is_long || only.iter().any(|name| row.has(name)) {
+    // A row that names more of a figure follows the others that have it.
+    let of = |name: &String| rows.clone().rfind(|row| row.has(name));
+    for row in rows.clone() {
+        if only.is_empty() && !row.is_long || only.iter().filter_map(of).any(|it| eq(it, row)) {
             failed.extend(row.measure(&mut printed).err());
         }
     }
@@ -119,10 +121,8 @@ impl Row {
             Source::Own(measure) => {
                 let mut text = String::new();
                 for Figure { name, value, unit } in measure()? {
-                    let digits = match unit {
-                        "ratio" => 3,
-                        _ => usize::from(value.fract() != 0.0),
-                    };
+                    let digits =
+                        if unit == "ratio" { 3 } else { usize::from(value.fract() != 0.0) };
                     let line = format!("figure {}.{name} {value:.digits$} {unit}\n", self.subject);
                     print!("{line}");
                     text += &line;

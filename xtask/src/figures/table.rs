@@ -156,6 +156,7 @@ pub(super) const ROWS: &[Row] = &[
         &[("overload.survive.oom_kills", "room.oom_kills")],
     ),
     row("poll", "poll.", Bench("overload -- --poll 20")),
+    row("poll", "poll.control.", Bench("idle -- --recorder")),
     row("poll", "poll.disk.", Script(".ci/disks")),
     row("poll", "poll.tick.", Own(paths::measure_tick)),
     row("poll", "poll.v2.", Script(".ci/limits/run")),
