@@ -54,7 +54,7 @@ use super::body::{RequestBody, ResponseBody, has_unknown_length};
 use super::connections::{ConnectionState, Upgraded};
 use super::estimate::{ContentLength, Estimate, UNDECLARED, body_length, note_length};
 use super::exempt::{ExemptPaths, ExemptShare, HEALTH_PATHS};
-use super::load_report::{Carrier, LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReports};
+use super::load_report::{LOAD_REPORT_STREAM_PATH, LoadReportService, LoadReports};
 use super::permit::{
     ARRIVAL_WINDOW, QueuePlace, RequestHolds, RequestPermit, RequestTerms, ResumeOptions,
     enter_slow_start, enter_turn,
@@ -1001,7 +1001,7 @@ where
                 if let Some(reports) = &settings.load_reports {
                     match &mut answered {
                         Ok(response) => {
-                            if reports.attach(response) == Carrier::Trailers {
+                            if reports.attach(response) {
                                 trailers = Some(Arc::clone(reports));
                             }
                         }

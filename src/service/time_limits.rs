@@ -100,10 +100,7 @@ impl TimeLimits {
 
     /// Keeps the waker of the connection while it waits for the handler.
     pub(super) fn wait_for_handler(&self, waker: &Waker) {
-        let mut sender = lock(&self.sender);
-        if !sender.as_ref().is_some_and(|kept| kept.will_wake(waker)) {
-            *sender = Some(waker.clone());
-        }
+        lock(&self.sender).get_or_insert_with(|| waker.clone()).clone_from(waker);
     }
 
     /// Ends the response.
@@ -243,9 +240,7 @@ impl Pace {
             return false;
         }
         state.since = Some(now);
-        if !state.waker.as_ref().is_some_and(|kept| kept.will_wake(waker)) {
-            state.waker = Some(waker.clone());
-        }
+        state.waker.get_or_insert_with(|| waker.clone()).clone_from(waker);
         true
     }
 

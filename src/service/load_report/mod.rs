@@ -92,15 +92,6 @@ struct Encoded {
     rates: Rates,
 }
 
-/// How a response carries its report.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Carrier {
-    /// In its head, which has it.
-    Head,
-    /// In the trailers of its body, which are still to come.
-    Trailers,
-}
-
 impl LoadReports {
     pub(super) fn new(admission: Admission, clock: Arc<dyn Clock>) -> Self {
         let (now, counts) = (clock.now(), counts(&admission, 0, 0));
@@ -129,23 +120,28 @@ impl LoadReports {
     }
 
     /// Counts a response and adds the report, in place of any that it has: one of another service
-    /// would be taken for this one's.
+    /// would be taken for this one's. Returns `true` if the report belongs in the trailers of the body,
+    /// which are still to come.
     #[inline]
-    pub(super) fn attach<R: Body>(&self, response: &mut Response<R>) -> Carrier {
+    pub(super) fn attach<R: Body>(&self, response: &mut Response<R>) -> bool {
         self.responses.fetch_add(1, Ordering::Relaxed);
-        let carrier = carrier(response);
+        let is_grpc = is_grpc(response.headers());
+        // A status in the head is the whole response.
+        let in_trailers = is_grpc
+            && !response.headers().contains_key(&GRPC_STATUS)
+            && !response.body().is_end_stream();
         if response.status().is_server_error() || is_grpc_failure(response.headers()) {
             self.errors.fetch_add(1, Ordering::Relaxed);
         }
         let headers = response.headers_mut();
         headers.remove(&METRICS);
         headers.remove(&METRICS_BIN);
-        match carrier {
-            None => self.put(&METRICS, |encoded| &encoded.header, headers),
-            Some(Carrier::Head) => self.put(&METRICS_BIN, |encoded| &encoded.metadata, headers),
-            Some(Carrier::Trailers) => {}
+        if !is_grpc {
+            self.put(&METRICS, |encoded| &encoded.header, headers);
+        } else if !in_trailers {
+            self.put(&METRICS_BIN, |encoded| &encoded.metadata, headers);
         }
-        carrier.unwrap_or(Carrier::Head)
+        in_trailers
     }
 
     /// Adds the report to the trailers of a gRPC response, and counts it if it failed.
@@ -257,17 +253,12 @@ impl LoadReports {
     }
 }
 
-/// Returns where the report of a gRPC response belongs; `None` for other responses.
-fn carrier<R: Body>(response: &Response<R>) -> Option<Carrier> {
-    let kind =
-        response.headers().get(CONTENT_TYPE)?.as_bytes().strip_prefix(b"application/grpc")?;
-    // Others are for browsers, such as `application/grpc-web`, and send trailers as data.
-    if !matches!(kind, [] | [b'+' | b';', ..]) {
-        return None;
-    }
-    // A status in the head is the whole response.
-    let is_whole = response.headers().contains_key(&GRPC_STATUS) || response.body().is_end_stream();
-    Some(if is_whole { Carrier::Head } else { Carrier::Trailers })
+/// Returns `true` for a gRPC message. Others with such a type are for browsers, such as
+/// `application/grpc-web`, and send trailers as data.
+fn is_grpc(headers: &HeaderMap) -> bool {
+    let kind = headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
+    let rest = kind.and_then(|kind| kind.strip_prefix(b"application/grpc"));
+    matches!(rest, Some([] | [b'+' | b';', ..]))
 }
 
 static GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
