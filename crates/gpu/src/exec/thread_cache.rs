@@ -172,7 +172,8 @@ impl BlockHandle {
     #[cfg(feature = "cuda")]
     fn is_hot(&self) -> bool {
         let cache = spin_lock(&self.shard.cache);
-        self.block.is_some_and(|placed| cache.is_hot(CacheKey::new(self.region, placed.span.size)))
+        let key = self.block.map(|placed| CacheKey::new(self.region, placed.span.size));
+        key.is_some_and(|key| cache.hot(key).is_some())
     }
 
     /// Frees a cached block in the arena. The handle is to be dropped without a lock.
@@ -696,12 +697,6 @@ impl ThreadCache {
         self.tally.came(placed);
         self.classes[hot].blocks.push(owned);
         Ok(())
-    }
-
-    /// Returns `true` if blocks of this size are kept.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn is_hot(&self, key: CacheKey) -> bool {
-        self.hot(key).is_some()
     }
 
     /// Returns the entry of a size if the size is hot.
