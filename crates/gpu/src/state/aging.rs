@@ -12,6 +12,7 @@
 
 use std::time::Duration;
 
+use crate::types::config::decay_nanos;
 use lowtide_core::clock::Moment;
 use lowtide_core::decay::DecayTime;
 
@@ -83,17 +84,10 @@ pub(crate) struct Aging {
 
 impl Aging {
     pub(crate) fn new(time: DecayTime) -> Self {
-        let nanos = match time {
-            DecayTime::Within(time) => nanos_of(time),
-            DecayTime::AtOnce | DecayTime::Never => 0,
-        };
-        let shift = (nanos / PARTS).max(1).ilog2();
-        let wait = match time {
-            DecayTime::Never => u32::MAX,
-            DecayTime::AtOnce | DecayTime::Within(_) => {
-                u32::try_from(nanos.div_ceil(1 << shift)).unwrap_or(u32::MAX - 1)
-            }
-        };
+        let nanos = decay_nanos(time);
+        let shift = (nanos.unwrap_or(0) / PARTS).max(1).ilog2();
+        let parts = |nanos: u64| u32::try_from(nanos.div_ceil(1 << shift)).unwrap_or(u32::MAX - 1);
+        let wait = nanos.map_or(u32::MAX, parts);
         Self {
             time,
             shift,
@@ -160,8 +154,9 @@ impl Aging {
         Moment::after_origin(Duration::from_nanos(nanos))
     }
 
+    /// Returns the part of a moment, of at most 584 years after the origin.
     fn part_of(&self, at: Moment) -> u64 {
-        nanos_of(at.since_origin()) >> self.shift
+        u64::try_from(at.since_origin().as_nanos()).unwrap_or(u64::MAX) >> self.shift
     }
 
     /// Returns this fraction of the decay time.
@@ -171,11 +166,6 @@ impl Aging {
             DecayTime::AtOnce | DecayTime::Never => Duration::ZERO,
         }
     }
-}
-
-/// Returns the nanoseconds of a duration, at most 584 years.
-fn nanos_of(time: Duration) -> u64 {
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Returns the low half of a part number, which wraps.

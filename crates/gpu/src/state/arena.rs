@@ -648,9 +648,7 @@ impl ArenaState {
         if !self.capabilities.asynchronous {
             return StreamUses::default();
         }
-        if streams.is_empty() {
-            return StreamUses::of([self.streams.use_now(StreamKey::CONTEXT)]);
-        }
+        let streams = if streams.is_empty() { &[StreamKey::CONTEXT] } else { streams };
         StreamUses::of(streams.iter().map(|&stream| self.streams.use_now(stream)))
     }
 

@@ -122,7 +122,7 @@ pub enum Growth {
     },
 }
 
-/// Returns a decay time as recordings have it: `None` for never.
+/// Returns a decay time in nanoseconds, at most 584 years; `None` for never.
 pub(crate) fn decay_nanos(time: DecayTime) -> Option<u64> {
     match time {
         DecayTime::AtOnce => Some(0),
