@@ -36,7 +36,7 @@ mod report;
 mod resources;
 mod running;
 #[cfg(feature = "tokio")]
-mod runtime;
+pub(crate) mod runtime;
 mod sensor;
 mod shared;
 mod slow_value;

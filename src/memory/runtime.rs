@@ -1,13 +1,19 @@
 //! Support for services on tokio: an orderly shutdown, and loaders that are async.
 //!
-//! It starts no runtime and no task. It installs handlers for signals only in
+//! It starts no runtime, and of tasks only an empty one. It installs handlers for signals only in
 //! [`Memory::terminated`].
+//!
+//! A worker of tokio that begins a long poll watches no more for I/O, and if the others sleep, tokio
+//! wakes none of them to do so: the service would answer nothing until that poll ends. The control
+//! loop wakes one ([`wake_runtime`]).
 //!
 //! Invariant: nothing here blocks a thread of the runtime.
 
 use std::future::{Future, pending, poll_fn};
 use std::io;
 use std::pin::pin;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::task::Poll;
 use std::time::Duration;
 
@@ -19,6 +25,29 @@ use tokio::time::sleep;
 use super::error::Shutdown;
 use super::manager::Memory;
 use super::resources::ResourceBuilder;
+
+/// The runtime that serves requests.
+static SERVING: OnceLock<Handle> = OnceLock::new();
+
+/// Keeps the first runtime in which this is called for [`wake_runtime`].
+pub(crate) fn keep_runtime() {
+    let _ = Handle::try_current().map(|runtime| SERVING.set(runtime));
+}
+
+/// Wakes a worker of the runtime if one is busy, and since the last call none has gone to sleep or
+/// woken, and nothing has done this.
+pub(super) fn wake_runtime() {
+    /// How often workers had gone to sleep or woken at the last call.
+    static TURNS: AtomicU64 = AtomicU64::new(0);
+    let Some(runtime) = SERVING.get() else { return };
+    let metrics = runtime.metrics();
+    let turns = (0..metrics.num_workers()).map(|nth| metrics.worker_park_unpark_count(nth));
+    // Even while the worker is awake.
+    let (is_busy, turns) = (turns.clone().any(|turn| turn.is_multiple_of(2)), turns.sum());
+    if TURNS.swap(turns, Relaxed) == turns && is_busy && metrics.global_queue_depth() == 0 {
+        drop(runtime.spawn(async {}));
+    }
+}
 
 impl Memory {
     /// Returns a future that completes when the process is asked to end: by SIGTERM or SIGINT, or
@@ -40,6 +69,7 @@ impl Memory {
     /// # Panics
     /// Panics outside a tokio runtime with I/O enabled.
     pub fn terminated(&self) -> io::Result<impl Future<Output = ()> + Send + use<>> {
+        keep_runtime();
         let (mut term, mut int) =
             (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
         let (memory, mut ending) = (self.downgrade(), self.0.shared.ending.subscribe());

@@ -1,6 +1,7 @@
 //! The sensor, which combines kernel signals, heap and device arenas into one sample.
 //!
-//! Runs on the control thread: no allocation, no driver call, some five microseconds. The kernel's
+//! Runs on the control thread: no allocation unless a runtime is stuck (`runtime`), no driver call,
+//! some five microseconds. The kernel's
 //! expensive files are read when they can change a decision ([`SignalTracker`]). jemalloc's
 //! statistics are refreshed when memory has moved by more than [`Signal::tolerance`], as often as
 //! their measured cost allows (0.3 % of a core), every quarter of a second if it has moved by less,
@@ -172,6 +173,8 @@ impl MemorySensor {
 
 impl Sensor for MemorySensor {
     fn sample(&mut self, now: Moment) -> Sample {
+        #[cfg(feature = "tokio")]
+        super::runtime::wake_runtime();
         let counted = heap::counted_growth();
         let signal = self.signals.sample(now);
         let mut sample =

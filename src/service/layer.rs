@@ -491,6 +491,8 @@ impl Memory {
     /// as long as configured ([`Builder::max_wait`](crate::memory::Builder::max_wait)). It keeps
     /// this `Memory` running.
     pub fn layer(&self) -> MemoryLayer {
+        #[cfg(feature = "tokio")]
+        crate::memory::runtime::keep_runtime();
         MemoryLayer::new(self.admission().clone(), ContentLength::default())
             .with_max_wait(self.config().max_wait.value)
     }

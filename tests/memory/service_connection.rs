@@ -3,7 +3,7 @@
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -15,6 +15,7 @@ use hyper_util::service::TowerToHyperService;
 use lowtide::ByteSize;
 use lowtide::service::{MemoryLayer, RequestBody};
 use lowtide_admission::{Admission, Budget, Cost};
+use lowtide_core::sync::lock;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
@@ -199,4 +200,60 @@ async fn a_client_that_asks_before_it_sends_is_refused_at_once() {
     let (answer, sent) = tokio::time::timeout(PATIENCE, asks).await.expect("it hangs");
     assert!(answer.starts_with("HTTP/1.1 503 ") && answer.ends_with("}\n"), "{answer}");
     assert_eq!(sent, 0);
+}
+
+/// The bug: while one poll lasted, its worker watched for I/O no more, the other one slept, and
+/// nobody was served.
+#[cfg(feature = "tokio")]
+#[test_fork::test]
+fn a_long_poll_does_not_keep_others_from_being_served() {
+    use std::io::{BufRead, BufReader, Write};
+    use std::net::TcpStream;
+
+    let mut runtime = tokio::runtime::Builder::new_multi_thread();
+    let runtime = runtime.worker_threads(2).enable_all().build().expect("a runtime");
+    let (begun, has_begun) = mpsc::channel();
+    let (served, is_served) = mpsc::channel();
+    let is_served = Arc::new(Mutex::new(is_served));
+    let served_meanwhile = Arc::clone(&is_served);
+    let long = async move || {
+        begun.send(()).expect("awaited");
+        lock(&served_meanwhile).recv_timeout(PATIENCE).expect("meanwhile");
+    };
+    let short = async move || served.send(()).expect("awaited");
+    let (_memory, address) = runtime.block_on(async {
+        let memory = lowtide::Memory::builder().detached().start().expect("starts");
+        let app = axum::Router::new()
+            .route("/long", axum::routing::get(long))
+            .route("/short", axum::routing::get(short))
+            .layer(memory.layer());
+        let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a port");
+        let address = listener.local_addr().expect("bound");
+        tokio::spawn(axum::serve(listener, app).into_future());
+        (memory, address)
+    });
+    let connect = |()| TcpStream::connect(address).expect("connects");
+    let mut clients = [(), ()].map(connect);
+    let ask = |client: &mut TcpStream, path: &str| {
+        client.write_all(format!("GET {path} HTTP/1.1\r\nhost: x\r\n\r\n").as_bytes())
+    };
+    let answered = |client: &mut TcpStream| {
+        let lines = BufReader::new(client).lines().map(|line| line.expect("answered"));
+        let head: Vec<_> = lines.take_while(|line| !line.is_empty()).collect();
+        assert_eq!(head[0], "HTTP/1.1 200 OK");
+    };
+    for client in &mut clients {
+        ask(client, "/short").expect("sent");
+        lock(&is_served).recv_timeout(PATIENCE).expect("served");
+        answered(client);
+    }
+    let metrics = runtime.metrics();
+    while (0..2).any(|worker| metrics.worker_park_unpark_count(worker).is_multiple_of(2)) {
+        std::thread::yield_now();
+    }
+    let [first, second] = &mut clients;
+    ask(first, "/long").expect("sent");
+    has_begun.recv_timeout(PATIENCE).expect("it begins");
+    ask(second, "/short").expect("sent");
+    answered(second);
 }

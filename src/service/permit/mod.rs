@@ -475,9 +475,6 @@ lowtide_core::debug_as!(RequestPermit, |permit| reserved: permit.reserved(), mem
 
 /// Adds to a counter, unless it would exceed `most`.
 fn add_up_to(counter: &AtomicU64, bytes: ByteSize, most: ByteSize) -> bool {
-    let fits = counter.load(Ordering::Relaxed).saturating_add(bytes.get()) <= most.get();
-    if fits {
-        counter.fetch_add(bytes.get(), Ordering::Relaxed);
-    }
-    fits
+    let next = |sum: u64| sum.checked_add(bytes.get()).filter(|sum| *sum <= most.get());
+    counter.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).is_ok()
 }
