@@ -1,13 +1,12 @@
 //! The sensor, which combines kernel signals, heap and device arenas into one sample.
 //!
 //! Runs on the control thread: no allocation unless a runtime is stuck (`runtime`), no driver call,
-//! some five microseconds. The kernel's
-//! expensive files are read when they can change a decision ([`SignalTracker`]). jemalloc's
-//! statistics are refreshed when memory has moved by more than [`Signal::tolerance`], as often as
-//! their measured cost allows (0.3 % of a core), every quarter of a second if it has moved by less,
-//! and never while nothing changes. Between two refreshes the purgeable bytes are derived from
-//! figures that cost next to nothing, because a fresh physical size less a stale purgeable size is
-//! wrong by all memory freed or released since then.
+//! some five microseconds. The kernel's expensive files are read when they can change a decision
+//! ([`SignalTracker`]). jemalloc's statistics are refreshed when memory has moved by more than
+//! [`Signal::tolerance`], as often as their measured cost allows (0.3 % of a core), every quarter
+//! of a second if it has moved by less, and never while nothing changes. Between two refreshes the
+//! purgeable bytes are derived from figures that cost next to nothing, because a fresh physical
+//! size less a stale purgeable size is wrong by all memory freed or released since then.
 //!
 //! Memory that the kernel does not take back is resident and unused. jemalloc reuses it before it
 //! maps new memory, so it is neither physical nor purgeable here: otherwise a process with locked
