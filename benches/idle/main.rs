@@ -44,6 +44,7 @@ const OF_EACH: usize = 3;
 const SETTLE: Duration = Duration::from_secs(2);
 /// Processes that are started for the time it takes.
 const STARTS: usize = 30;
+
 /// What the crate costs a service that does nothing.
 #[derive(Clone, Debug, Parser)]
 struct Cli {

@@ -29,13 +29,13 @@ use super::resources::ResourceBuilder;
 /// The runtime that serves requests.
 static SERVING: OnceLock<Handle> = OnceLock::new();
 
-/// Keeps the first runtime in which this is called for [`wake_runtime`].
+/// Keeps the runtime of the caller for [`wake_runtime`]. Later calls change nothing.
 pub(crate) fn keep_runtime() {
     let _ = Handle::try_current().map(|runtime| SERVING.set(runtime));
 }
 
-/// Wakes a worker of the runtime if one is busy, and since the last call none has gone to sleep or
-/// woken, and nothing has done this.
+/// Wakes a worker of the runtime if one is busy, none has gone to sleep or woken since the last
+/// call, and no queued task is about to wake one.
 pub(super) fn wake_runtime() {
     /// How often workers had gone to sleep or woken at the last call.
     static TURNS: AtomicU64 = AtomicU64::new(0);

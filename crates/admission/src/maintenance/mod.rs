@@ -483,7 +483,7 @@ impl Maintenance {
                 *posted = Some(now);
             }
             // A fit is tended at ticks that come anyway.
-            if !matches!(job, Job::TendFit) {
+            if job != Job::TendFit {
                 next = next.min(posted.unwrap_or(now) + every);
             }
         }

@@ -92,8 +92,8 @@ impl Region {
         ByteSize::new(self.on_disk.load(Relaxed))
     }
 
-    /// Returns the bytes of the file that are in memory: those that are mapped, and a piece that is
-    /// written.
+    /// Returns the bytes of the file that are in memory: those that are mapped, and the piece that
+    /// is being written.
     pub(super) fn in_memory(&self) -> u64 {
         mapped_files().saturating_sub(self.others.load(Relaxed)) + PIECE as u64
     }
