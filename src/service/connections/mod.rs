@@ -12,7 +12,8 @@
 //! it; a connection that has moved a byte within the grace period, and does not linger, is not
 //! closed.
 //!
-//! It does not look at addresses, and knows neither TLS nor the frames of HTTP.
+//! It does not look at addresses, and knows neither TLS nor the frames of HTTP: the server limits
+//! the streams of a connection of HTTP/2.
 
 #[cfg(all(feature = "axum", feature = "tokio"))]
 mod app;

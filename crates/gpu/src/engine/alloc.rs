@@ -258,7 +258,8 @@ pub(crate) async fn alloc(
 //
 // Invariant: after an error the block is unchanged.
 
-/// Resizes a live block in place; returns `None` if the block cannot grow there.
+/// Resizes a live block in place; returns `None` if the block cannot grow there
+/// (`RegionState::begin_resize`).
 ///
 /// # Errors
 /// A shortage; `ContentsLost`. The block is

@@ -5,6 +5,8 @@
 //! adds the watermarks, and frees the blocks of completed copies (`unfinished`) when memory is
 //! needed or released. A pool owns no thread.
 //!
+//! Live buffers make only [`PinnedPool::close`] fail. A lower limit applies to later allocations.
+//!
 //! Invariants: those of the arena; the arena's raw blocks are the buffers of the pool and its
 //! unfinished blocks; the pool lives as long as one of its handles or buffers.
 #![expect(unsafe_code, reason = "a handle of the arena can free the memory of buffers")]

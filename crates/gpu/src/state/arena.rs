@@ -270,7 +270,8 @@ impl ArenaState {
         self.totals.live_peak = self.totals.live_peak.max(live);
     }
 
-    /// Starts resizing a live block in place; returns `None` if there is no room.
+    /// Starts resizing a live block in place; returns `None` if there is no room
+    /// (`RegionState::begin_resize`).
     pub(crate) fn begin_resize(&mut self, placed: Placement, requested: u64) -> Option<Placement> {
         let idle = self.memory().idle();
         let uses = self.uses(&[]);
