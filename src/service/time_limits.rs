@@ -308,9 +308,7 @@ impl LargeRequest for WeakPace {
     }
 
     fn check_time(&self, now: Moment) {
-        if let Some(registered) = self.0.upgrade() {
-            registered.pace.probe(now);
-        }
+        self.0.upgrade().iter().for_each(|registered| registered.pace.probe(now));
     }
 }
 

@@ -331,9 +331,7 @@ impl Connections {
         table.open.push(Arc::clone(&state));
         drop(table);
         OPEN.fetch_add(1, Ordering::Relaxed);
-        if let Some(displaced) = displaced {
-            displaced.close(CloseReason::Displaced);
-        }
+        displaced.iter().for_each(|displaced| displaced.close(CloseReason::Displaced));
         Ok(Connection { connections: self.clone(), state })
     }
 

@@ -322,9 +322,7 @@ impl LargeRequest for StreamTimer {
     }
 
     fn wake(&self) {
-        if let Some(reports) = self.0.upgrade() {
-            reports.streams.wake(|_| true);
-        }
+        self.0.upgrade().iter().for_each(|reports| reports.streams.wake(|_| true));
     }
 
     fn check_time(&self, now: Moment) {
