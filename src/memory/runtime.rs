@@ -12,12 +12,13 @@
 use std::future::{Future, pending, poll_fn};
 use std::io;
 use std::pin::pin;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::task::Poll;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use crate::BoxError;
+use crate::fork::Birth;
+use crate::sync::{Mutex, lock};
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::sleep;
@@ -26,26 +27,34 @@ use super::error::Shutdown;
 use super::manager::Memory;
 use super::resources::ResourceBuilder;
 
-/// The runtime that serves requests.
-static SERVING: OnceLock<Handle> = OnceLock::new();
+/// The runtime that serves requests, and the process that it is of.
+static SERVING: Mutex<Option<(Handle, Birth)>> = Mutex::new(None);
 
-/// Keeps the runtime of the caller for [`wake_runtime`]. Later calls change nothing.
+/// Keeps the runtime of the caller for [`wake_runtime`], instead of that of an earlier call.
 pub(crate) fn keep_runtime() {
-    let _ = Handle::try_current().map(|runtime| SERVING.set(runtime));
+    let kept = Handle::try_current().map(|runtime| (runtime, Birth::now()));
+    // Dropped without the lock: it may be the last handle, and hooks of the application with it.
+    let _before = kept.map(|kept| lock(&SERVING).replace(kept));
 }
 
 /// Wakes a worker of the runtime if one is busy, none has gone to sleep or woken since the last
-/// call, and no queued task is about to wake one.
+/// call, and no queued task is about to wake one. Keeps a runtime that has ended no longer: its
+/// workers seem busy for ever.
 pub(super) fn wake_runtime() {
     /// How often workers had gone to sleep or woken at the last call.
     static TURNS: AtomicU64 = AtomicU64::new(0);
-    let Some(runtime) = SERVING.get() else { return };
+    let serving = lock(&SERVING).clone();
+    // A child has neither the parent's workers nor those that hold the runtime's locks.
+    let Some((runtime, _)) = serving.filter(|(_, birth)| birth.is_here()) else { return };
     let metrics = runtime.metrics();
     let turns = (0..metrics.num_workers()).map(|nth| metrics.worker_park_unpark_count(nth));
     // Even while the worker is awake.
     let (is_busy, turns) = (turns.clone().any(|turn| turn.is_multiple_of(2)), turns.sum());
     if TURNS.swap(turns, Relaxed) == turns && is_busy && metrics.global_queue_depth() == 0 {
-        drop(runtime.spawn(async {}));
+        let woken = pin!(runtime.spawn(async {})).poll(&mut Context::from_waker(Waker::noop()));
+        if matches!(woken, Poll::Ready(Err(_))) {
+            let _ended = lock(&SERVING).take_if(|(kept, _)| kept.id() == runtime.id());
+        }
     }
 }
 

@@ -7,6 +7,8 @@
 
 use std::process::Command;
 use std::sync::Arc;
+#[cfg(feature = "tokio")]
+use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use lowtide::clock::{ManualClock, Moment};
@@ -21,7 +23,7 @@ use lowtide_admission::{Cost, LimitSource, Managed, ResourceError};
 use test_fork::test;
 use tikv_jemalloc_ctl::{background_thread, max_background_threads, raw};
 
-use crate::support::{PATIENCE, run_again, threads, until_no_threads};
+use crate::support::{PATIENCE, advance_until, run_again, threads, until_no_threads};
 
 const SOON: Duration = Duration::from_secs(5);
 
@@ -515,4 +517,40 @@ fn a_builder_ignored_variables_silently() {
     };
     assert_eq!(limit(Memory::builder()), Some(ByteSize::gib(1)));
     assert_eq!(limit(Memory::builder().without_environment()), None);
+}
+
+/// The bug: the child's control loop woke a worker of the parent's runtime, behind locks that a
+/// thread of the parent may have held.
+#[cfg(feature = "tokio")]
+#[test]
+fn a_forked_child_wakes_no_worker_of_its_parents_runtime() {
+    let mut runtime = tokio::runtime::Builder::new_multi_thread();
+    let runtime = runtime.worker_threads(1).build().expect("a runtime");
+    let clock = Arc::new(ManualClock::new());
+    let memory = Memory::builder().clock(clock).device(DeviceChoice::Host).start().expect("starts");
+    let (served, (ends, end), (begun, has_begun)) = (memory.clone(), channel(), channel());
+    runtime.spawn(async move {
+        let _layer = served.layer();
+        begun.send(()).expect("awaited");
+        let _: Result<(), _> = end.recv();
+    });
+    has_begun.recv_timeout(PATIENCE).expect("it runs");
+    let code = forked(|| {
+        let clock = Arc::new(ManualClock::new());
+        let childs = Memory::builder().clock(clock.clone()).device(DeviceChoice::Host).start();
+        let childs = childs.expect("starts in the child");
+        let value = Arc::new(());
+        let loaded = Arc::clone(&value);
+        let load = move || Ok(Arc::clone(&loaded));
+        let model = childs.managed("model", load).idle(SOON).register().expect("new");
+        // Each unload is at least one tick.
+        for _ in 0..3 {
+            drop(model.acquire_blocking().expect("loads"));
+            advance_until(&clock, SOON, "it unloads", || Arc::strong_count(&value) == 2);
+        }
+        first_broken(&[runtime.metrics().global_queue_depth() == 0])
+    });
+    drop(ends);
+    assert_eq!(code, 0, "the first that does not hold");
+    assert!(memory.shutdown_blocking(SOON).is_clean());
 }

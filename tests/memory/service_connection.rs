@@ -207,11 +207,38 @@ async fn a_client_that_asks_before_it_sends_is_refused_at_once() {
 #[cfg(feature = "tokio")]
 #[test_fork::test]
 fn a_long_poll_does_not_keep_others_from_being_served() {
+    let memory = lowtide::Memory::builder().detached().start().expect("starts");
+    serve_beside_a_long_poll(&memory, &runtime_of_two(&Arc::default()));
+}
+
+/// The bug: only the first runtime of a process was served, also once it had ended, and was kept for
+/// ever.
+#[cfg(feature = "tokio")]
+#[test_fork::test]
+fn a_runtime_that_ended_is_dropped_and_the_next_one_is_served() {
+    let memory = lowtide::Memory::builder().detached().start().expect("starts");
+    let used = Arc::default();
+    for _ in 0..2 {
+        serve_beside_a_long_poll(&memory, &runtime_of_two(&used));
+    }
+    crate::support::until("both are dropped", || Arc::strong_count(&used) == 1);
+}
+
+/// Returns a runtime with two workers that holds `used` while it is there.
+#[cfg(feature = "tokio")]
+fn runtime_of_two(used: &Arc<()>) -> tokio::runtime::Runtime {
+    let used = Arc::clone(used);
+    let mut runtime = tokio::runtime::Builder::new_multi_thread();
+    runtime.worker_threads(2).enable_all().on_thread_start(move || drop(Arc::clone(&used)));
+    runtime.build().expect("a runtime")
+}
+
+/// Sends a request while another one's poll lasts, which ends only once that is served.
+#[cfg(feature = "tokio")]
+fn serve_beside_a_long_poll(memory: &lowtide::Memory, runtime: &tokio::runtime::Runtime) {
     use std::io::{BufRead, BufReader, Write};
     use std::net::TcpStream;
 
-    let mut runtime = tokio::runtime::Builder::new_multi_thread();
-    let runtime = runtime.worker_threads(2).enable_all().build().expect("a runtime");
     let (begun, has_begun) = mpsc::channel();
     let (served, is_served) = mpsc::channel();
     let is_served = Arc::new(Mutex::new(is_served));
@@ -221,8 +248,7 @@ fn a_long_poll_does_not_keep_others_from_being_served() {
         lock(&served_meanwhile).recv_timeout(PATIENCE).expect("meanwhile");
     };
     let short = async move || served.send(()).expect("awaited");
-    let (_memory, address) = runtime.block_on(async {
-        let memory = lowtide::Memory::builder().detached().start().expect("starts");
+    let address = runtime.block_on(async {
         let app = axum::Router::new()
             .route("/long", axum::routing::get(long))
             .route("/short", axum::routing::get(short))
@@ -230,7 +256,7 @@ fn a_long_poll_does_not_keep_others_from_being_served() {
         let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a port");
         let address = listener.local_addr().expect("bound");
         tokio::spawn(axum::serve(listener, app).into_future());
-        (memory, address)
+        address
     });
     let connect = |()| TcpStream::connect(address).expect("connects");
     let mut clients = [(), ()].map(connect);
@@ -256,4 +282,5 @@ fn a_long_poll_does_not_keep_others_from_being_served() {
     has_begun.recv_timeout(PATIENCE).expect("it begins");
     ask(second, "/short").expect("sent");
     answered(second);
+    answered(first);
 }
