@@ -396,8 +396,7 @@ impl HostArena {
         check_birth(self.birth)?;
         self.purge()?;
         let mut slots = keep();
-        let is_bound = slots.slots.get(self.index as usize).is_none_or(|slot| slot.is_bound);
-        if is_bound {
+        if slots.slots.get(self.index as usize).is_none_or(|slot| slot.is_bound) {
             return Err(HostError::ThreadBound);
         }
         ctl::EPOCH.exchange(1)?;
@@ -464,10 +463,8 @@ impl Drop for BoundThread {
         // An empty cache cannot serve blocks of the arena afterwards.
         let flushed = flush_thread_cache().is_ok();
         if !flushed || ctl::THREAD_ARENA.write(self.before).is_err() {
-            let mut slots = keep();
-            if let Some(slot) = slots.slots.get_mut(self.index as usize) {
-                slot.is_bound = true;
-            }
+            let (mut slots, at) = (keep(), self.index as usize);
+            slots.slots.get_mut(at).iter_mut().for_each(|slot| slot.is_bound = true);
         }
     }
 }

@@ -63,9 +63,7 @@ pub fn effective() -> Result<EffectiveConf, HostError> {
         ("retain", ctl::OPT_RETAIN.read()?.to_string()),
         ("page", ctl::ARENAS_PAGE.read()?.to_string()),
     ];
-    if let Ok(is_on) = ctl::OPT_PROF.read() {
-        values.push(("prof", is_on.to_string()));
-    }
+    values.extend(ctl::OPT_PROF.read().ok().map(|is_on| ("prof", is_on.to_string())));
     let requested = [build, binary, &outside, harder].join(",");
     Ok(EffectiveConf { version: text(&ctl::VERSION)?, values, binary, outside, requested })
 }
