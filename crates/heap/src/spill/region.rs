@@ -234,6 +234,8 @@ mod calls {
 
     use crate::spill::region::{ByteSize, PIECE};
 
+    const FIEMAP: libc::Ioctl = libc::_IOWR::<[u64; 4]>(b'f' as u32, 11);
+
     fn result(status: c_int) -> io::Result<()> {
         if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
@@ -251,9 +253,14 @@ mod calls {
         // SAFETY: numbers, which are zero if the call failed.
         let found = unsafe { found.assume_init() };
         let free = i128::from(found.f_frsize).saturating_mul(i128::from(found.f_bavail));
+        // A file system in memory maps no extents. Overlayfs asks the one below.
+        let mut extents = [0, 1, 0, 0_u64]; // `struct fiemap`: only the number, of the first byte
+        // SAFETY: an open file, and room for the answer.
+        let mut are_mapped = || unsafe { libc::ioctl(file.as_raw_fd(), FIEMAP, &mut extents) == 0 };
         let kind = match i128::from(found.f_type) {
             0x0102_1994 => Some("tmpfs"),
             0x8584_58f6 => Some("ramfs"),
+            0x794c_7630 if !are_mapped() => Some("overlayfs over tmpfs"),
             _ => None,
         };
         (kind, ByteSize::new(u64::try_from(free).unwrap_or(u64::MAX)))

@@ -596,26 +596,48 @@ fn a_scope_within_work_that_spills_ends_in_a_child_too() {
     });
 }
 
-/// On a disk in a file of a disk that gets full: only the kernel still writes then. Needs root.
-#[test]
-fn a_write_by_the_kernel_that_fails_after_the_spill_ends_the_pager() {
-    const MOUNT: &str = "
-        image() { truncate -s $1 $2 && mkfs.ext4 -q $2 && mount -o loop $2 $3; }
-        mkdir -p $D/outer $D/inner && image 300m $D/img $D/outer && rm $D/img &&
-        image 1g $D/outer/img $D/inner || exit 77; exec \"$0\" \"$@\"";
-    let dir = format!("{DISK}/failing");
-    let inner = format!("{dir}/inner");
-    if !Path::new(&inner).join("lost+found").exists() {
-        std::fs::create_dir_all(&dir).expect("a folder");
+/// Runs this test again where these mounts are made in the folder `D`, unless `is_there`: then
+/// returns `true`. Needs root; without it nothing is tested.
+fn is_mounted(dir: &str, is_there: bool, mounts: &str) -> bool {
+    if !is_there {
+        std::fs::create_dir_all(dir).expect("a folder");
         let mut again = std::process::Command::new("unshare");
-        again.args(["-m", "sh", "-c", MOUNT]).arg(std::env::current_exe().expect("a path"));
-        let status = again.args(std::env::args().skip(1)).env("D", &dir).status();
+        let script = format!("{{ {mounts}; }} || exit 77; exec \"$0\" \"$@\"");
+        again.args(["-m", "sh", "-c", &script]).arg(std::env::current_exe().expect("a path"));
+        let status = again.args(std::env::args().skip(1)).env("D", dir).status();
         let no_mounts = |code| matches!(code, Some(1 | 77));
         if let Ok(status) = status
             && !no_mounts(status.code())
         {
             assert!(status.success(), "{status}");
         }
+    }
+    is_there
+}
+
+/// The bug: overlayfs tells its own type, and what lies in it may be memory.
+#[test]
+fn an_overlay_over_memory_is_refused() {
+    const MOUNTS: &str = "mount -t tmpfs none $D && cd $D && mkdir l u w m &&
+        mount -t overlay none -o lowerdir=l,upperdir=u,workdir=w m";
+    let dir = format!("{DISK}/overlay");
+    let overlay = format!("{dir}/m");
+    if is_mounted(&dir, Path::new(&overlay).exists(), MOUNTS) {
+        let error = heap::spill_into(Path::new(&overlay), MOST).expect_err("memory");
+        assert!(error.to_string().contains(": overlayfs over tmpfs is memory; "), "{error}");
+    }
+}
+
+/// On a disk in a file of a disk that gets full: only the kernel still writes then.
+#[test]
+fn a_write_by_the_kernel_that_fails_after_the_spill_ends_the_pager() {
+    const MOUNTS: &str = "
+        image() { truncate -s $1 $2 && mkfs.ext4 -q $2 && mount -o loop $2 $3; }
+        mkdir -p $D/outer $D/inner && image 300m $D/img $D/outer && rm $D/img &&
+        image 1g $D/outer/img $D/inner";
+    let dir = format!("{DISK}/failing");
+    let inner = format!("{dir}/inner");
+    if !is_mounted(&dir, Path::new(&inner).join("lost+found").exists(), MOUNTS) {
         return;
     }
     heap::watch_growth();
