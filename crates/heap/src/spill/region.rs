@@ -95,7 +95,8 @@ impl Region {
     /// Returns the bytes of the file that are in memory: those that are mapped, and the piece that
     /// is being written.
     pub(super) fn in_memory(&self) -> u64 {
-        mapped_files().saturating_sub(self.others.load(Relaxed)) + PIECE as u64
+        let mapped = mapped_files().saturating_sub(self.others.load(Relaxed));
+        (mapped + PIECE as u64).min(self.taken.load(Relaxed) as u64)
     }
 
     /// Finds out which mapped file pages are those of other files. Reads the map of the process,
@@ -350,7 +351,7 @@ mod tests {
     fn mapped_pages_of_other_files_are_not_the_regions() {
         let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
         let region = Region::create(dir.path(), ByteSize::mib(256)).expect("a disk");
-        let (kept, is_reserved) = region.take(0, 8 * MIB, 4096, true).expect("room");
+        let (kept, is_reserved) = region.take(0, 128 * MIB, 4096, true).expect("room");
         assert!(is_reserved);
         fill(kept, 8 * MIB);
         let other = tempfile::tempfile_in(dir.path()).expect("a file");
@@ -361,5 +362,17 @@ mod tests {
         region.know_others();
         let in_memory = (region.in_memory() >> 20) - 4;
         assert!((7..16).contains(&in_memory), "{in_memory} MiB");
+    }
+
+    /// The bug: a piece that did not exist was being written. Under a limit below 21 MiB the first
+    /// work that spilled waited a second for the pager, which had nothing to write yet.
+    #[test]
+    fn no_more_than_what_was_taken_is_in_memory() {
+        let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
+        let region = Region::create(dir.path(), ByteSize::mib(256)).expect("a disk");
+        assert_eq!(region.in_memory(), 0);
+        let (taken, _) = region.take(0, 2 * MIB, 4096, true).expect("room");
+        fill(taken, 2 * MIB);
+        assert_eq!(region.in_memory() >> 20, 2);
     }
 }
