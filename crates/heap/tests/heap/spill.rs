@@ -5,9 +5,12 @@
 #![expect(unsafe_code, reason = "forks, limits and a block of one's own layout are C calls")]
 
 use std::alloc::{Layout, alloc, dealloc, realloc};
+use std::fs::File;
 use std::hint::black_box;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::FileExt as _;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier};
 use std::thread;
@@ -659,4 +662,44 @@ fn a_write_by_the_kernel_that_fails_after_the_spill_ends_the_pager() {
         assert!(has_failed, "{} are right", are_right(&kept));
         pager.join().expect("no panic").expect_err("a failed write");
     });
+}
+
+/// The bug: once the application had closed the file, the pager asked for errors of the file that
+/// got its number, and the application did not learn of them.
+#[test]
+fn the_error_of_a_file_that_got_the_number_of_the_spilled_one_is_left_to_its_owner() {
+    // Without a journal, only a write of data fails.
+    const MOUNTS: &str = "
+        mkdir -p $D/outer $D/inner && truncate -s 300m $D/img && mkfs.ext4 -q $D/img &&
+        mount -o loop $D/img $D/outer && rm $D/img && truncate -s 1g $D/outer/img &&
+        mkfs.ext4 -qO ^has_journal $D/outer/img && mount -o loop $D/outer/img $D/inner";
+    let dir = format!("{DISK}/others");
+    let inner = format!("{dir}/inner");
+    if !is_mounted(&dir, Path::new(&inner).join("lost+found").exists(), MOUNTS) {
+        return;
+    }
+    let own = File::create(format!("{inner}/own")).expect("a file");
+    // SAFETY: an open file.
+    assert_eq!(unsafe { libc::fallocate(own.as_raw_fd(), 0, 0, 64 << 20) }, 0);
+    own.sync_all().expect("written");
+    short_of_memory(MOST, || {
+        let kept = account().run(|| lines(60));
+        let numbers = std::fs::read_dir("/proc/self/fd").expect("own files").flatten();
+        let is_spilled = |file: &PathBuf| {
+            let name = std::fs::read_link(file).unwrap_or_default();
+            name.starts_with(DISK) && name.to_string_lossy().ends_with(" (deleted)")
+        };
+        let number = numbers.map(|file| file.path()).find(is_spilled).expect("open");
+        let number = number.file_name().and_then(|name| name.to_str()?.parse().ok());
+        // SAFETY: the number of the spilled file gets another file, as this test is about.
+        unsafe { libc::dup2(own.as_raw_fd(), number.expect("a number")) };
+        let mut fill = std::process::Command::new("fallocate");
+        let full = fill.args(["-l", "9g", &format!("{dir}/outer/full")]).output();
+        assert!(!full.expect("a program").status.success());
+        own.write_all_at(&vec![1; 48 * MIB], 0).expect("in memory");
+        // SAFETY: writes what is not written.
+        unsafe { libc::sync() };
+        assert!((0..8).all(|_| spills()) && are_right(&kept));
+    });
+    own.sync_all().expect_err("the error is the owner's");
 }
