@@ -30,11 +30,12 @@ use super::resources::ResourceBuilder;
 /// The runtime that serves requests, and the process that it is of.
 static SERVING: Mutex<Option<(Handle, Birth)>> = Mutex::new(None);
 
-/// Keeps the runtime of the caller for [`wake_runtime`], instead of that of an earlier call.
+/// Keeps the runtime of the caller for [`wake_runtime`], instead of that of an earlier call, unless
+/// it has only one worker.
 pub(crate) fn keep_runtime() {
-    let kept = Handle::try_current().map(|runtime| (runtime, Birth::now()));
+    let kept = Handle::try_current().ok().filter(|it| it.metrics().num_workers() > 1);
     // Dropped without the lock: it may be the last handle, and hooks of the application with it.
-    let _before = kept.map(|kept| lock(&SERVING).replace(kept));
+    let _before = kept.map(|runtime| lock(&SERVING).replace((runtime, Birth::now())));
 }
 
 /// Wakes a worker of the runtime if one is busy, none has gone to sleep or woken since the last

@@ -525,7 +525,7 @@ fn a_builder_ignored_variables_silently() {
 #[test]
 fn a_forked_child_wakes_no_worker_of_its_parents_runtime() {
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
-    let runtime = runtime.worker_threads(1).build().expect("a runtime");
+    let runtime = runtime.worker_threads(2).build().expect("a runtime");
     let clock = Arc::new(ManualClock::new());
     let memory = Memory::builder().clock(clock).device(DeviceChoice::Host).start().expect("starts");
     let (served, (ends, end), (begun, has_begun)) = (memory.clone(), channel(), channel());

@@ -258,6 +258,9 @@ fn serve_beside_a_long_poll(memory: &lowtide::Memory, runtime: &tokio::runtime::
         tokio::spawn(axum::serve(listener, app).into_future());
         address
     });
+    // One of a single worker, as of a command, has none to wake, and does not take its place.
+    let single = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+    single.block_on(async { drop(memory.layer()) });
     let connect = |()| TcpStream::connect(address).expect("connects");
     let mut clients = [(), ()].map(connect);
     let ask = |client: &mut TcpStream, path: &str| {
