@@ -1,16 +1,15 @@
 //! Advice on a smaller limit: what it would have done to the recorded traffic.
 //!
-//! The control loop adds a sample every 50 ms, and every 500 ms while nothing happens
-//! ([`LimitRecord::add`]). Operators read the sums of the last 24 hours and the current one
+//! The control loop adds a sample at most every 50 ms ([`LimitRecord::add`]). Operators read the sums of the last 24 hours and the current one
 //! ([`LimitAdvice`]). Each hour has two histograms: the time by required memory, and the requests
 //! that each ceiling up to the limit would have rejected. For the latter a ledger is kept for each
 //! ceiling ([`Shadow`]), to which the rule of `correction` is applied:
 //! `other + K x (reserved + requested) <= ceiling`, where `reserved` is only what that ledger
 //! admitted. At each sample it releases the same fraction of its bytes as the real ledger.
 //!
-//! Counters and the real ledger are read only at samples, which costs the requests nothing. Within
-//! an interval, arrivals and releases are taken to alternate. If nothing was reserved at either end
-//! of it, all its requests are taken to have run together.
+//! Counters and the real ledger are read only at samples, which costs the requests nothing. Between
+//! them, requests are taken to arrive evenly, and arrivals and releases to alternate within each 50
+//! ms. If nothing was reserved at either end, all requests are taken to have run together.
 //!
 //! It ignores that requests would have waited, that idle resources would have been evicted, and
 //! that ceilings rise with evidence, so it overestimates rejections. It also ignores retries of
@@ -34,6 +33,8 @@ use super::tally::ClassStats;
 /// The number of hours: a day, and the current one.
 const HOURS: usize = 25;
 const HOUR: Duration = Duration::from_secs(3600);
+/// The milliseconds in which arrivals and releases are taken to alternate.
+const STEP_MS: u64 = 50;
 /// The longest time for which one sample counts: nothing is known of the time in which the control
 /// loop is blocked.
 const STEP_MAX: Duration = Duration::from_secs(1);
@@ -165,38 +166,50 @@ impl Shadow {
             *reserved = before;
         }
         self.kept = kept;
-        let each = |(count, bytes): &Arrivals| ByteSize::new(*count).as_f64() * bytes;
-        let all = before + arrivals.iter().map(each).sum::<f64>();
+        let is_seen = before.max(after) > 0.0;
         // Without arrivals and releases each ledger stays as it is.
-        if all <= 0.0 || (arrivals.is_empty() && from.totals.requests == to.totals.requests) {
+        if arrivals.is_empty() && from.totals.requests == to.totals.requests {
             return;
         }
-        let left = after / all;
-        let is_seen = before.max(after) > 0.0;
-        // The part of a request that is still reserved when the next one arrives.
-        let stays = if is_seen { left } else { 1.0 };
-        let ledgers = self.reserved.iter_mut().zip(rejected).take(kept).enumerate();
-        for (at, (reserved, rejected)) in ledgers {
-            let ceiling = least_of(at).as_f64();
-            let is_evident = *reserved * ByteSize::new(EVIDENT_PART).as_f64() >= ceiling;
-            let (other, factor) = if is_evident { measured } else { terms };
-            let (room, few) = ((ceiling - other) / factor, few(least_of(at)).as_f64());
-            // The most that a nearly lone request may reserve if it counts once.
-            let alone = factor.mul_add(-few, ceiling - other);
-            *reserved *= left;
-            for &(count, bytes) in arrivals {
-                let fit = fitting(room - *reserved, bytes, stays);
-                let is_lone = from.trusts_lone && *reserved <= few && bytes <= alone;
-                let fit = fit.max(u64::from(is_lone)).min(count);
-                let lost = u32::try_from(count - fit).unwrap_or(u32::MAX);
-                *rejected = rejected.saturating_add(lost);
-                *reserved += ByteSize::new(fit).as_f64() * bytes * stays;
-            }
-            if !is_seen {
-                *reserved = 0.0;
+        let steps = u64::try_from((to.now - from.now).as_millis()).unwrap_or(0) / STEP_MS;
+        let most = arrivals.iter().map(|(count, _)| *count).sum::<u64>().min(20);
+        let steps = if is_seen { steps.min(most).max(1) } else { 1 };
+        for nth in 0..steps {
+            let of = |count: u64| (nth + 1) * count / steps - nth * count / steps;
+            let each = |(count, bytes): &Arrivals| float(of(*count)) * bytes;
+            let at = |nth: u64| (after - before).mul_add(float(nth) / float(steps), before);
+            let all = at(nth) + arrivals.iter().map(each).sum::<f64>();
+            let left = if all > 0.0 { at(nth + 1) / all } else { 0.0 };
+            // The part of a request that is still reserved when the next one arrives.
+            let stays = if is_seen { left } else { 1.0 };
+            let ledgers = self.reserved.iter_mut().zip(&mut *rejected).take(kept).enumerate();
+            for (at, (reserved, rejected)) in ledgers {
+                let ceiling = least_of(at).as_f64();
+                let is_evident = *reserved * float(EVIDENT_PART) >= ceiling;
+                let (other, factor) = if is_evident { measured } else { terms };
+                let (room, few) = ((ceiling - other) / factor, few(least_of(at)).as_f64());
+                // The most that a nearly lone request may reserve if it counts once.
+                let alone = factor.mul_add(-few, ceiling - other);
+                *reserved *= left;
+                for &(count, bytes) in arrivals {
+                    let count = of(count);
+                    let fit = fitting(room - *reserved, bytes, stays);
+                    let is_lone = from.trusts_lone && *reserved <= few && bytes <= alone;
+                    let fit = fit.max(u64::from(is_lone)).min(count);
+                    let lost = u32::try_from(count - fit).unwrap_or(u32::MAX);
+                    *rejected = rejected.saturating_add(lost);
+                    *reserved += float(fit) * bytes * stays;
+                }
+                if !is_seen {
+                    *reserved = 0.0;
+                }
             }
         }
     }
+}
+
+fn float(number: u64) -> f64 {
+    ByteSize::new(number).as_f64()
 }
 
 /// Returns how many requests of these bytes fit into this room one after the other, if this part of
@@ -300,8 +313,7 @@ impl LimitRecord {
             figures.rejected += rejected;
             figures.requests += count + rejected;
             if count > 0 {
-                arrivals[used] =
-                    (count, ByteSize::new(bytes).as_f64() / ByteSize::new(count).as_f64());
+                arrivals[used] = (count, float(bytes) / float(count));
                 used += 1;
             }
         }
@@ -320,8 +332,10 @@ impl LimitRecord {
     /// Returns the sums of all hours.
     pub(super) fn advice(&self) -> LimitAdvice {
         let mut advice = LimitAdvice { ceiling_part: self.ceiling_part, ..LimitAdvice::default() };
-        let Some(last) = &self.last else { return advice };
-        advice.limit = last.limit;
+        advice.limit = self.last.map_or(ByteSize::MAX, |last| last.limit);
+        if self.last.is_none() {
+            return advice;
+        }
         for nth in first_of(self.hour)..=self.hour {
             let RecordedHour { figures, required, shadowed } = &self.hours[place(nth)];
             let micros = required.iter().copied().map(u64::from).sum();
@@ -374,7 +388,7 @@ fn place(nth: u64) -> usize {
 /// assert_eq!(advice.smallest_limit(), None);
 /// assert_eq!(advice.at(ByteSize::mib(256)).requests, 0);
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct LimitAdvice {
     /// The hours, oldest first: at most 25. The last one is not over.
@@ -417,23 +431,6 @@ pub struct LimitHour {
     pub requests: u64,
     /// Those that were rejected.
     pub rejected: u64,
-}
-
-impl Default for LimitAdvice {
-    /// Nothing recorded, no limit known.
-    fn default() -> Self {
-        Self {
-            hours: Vec::new(),
-            limit: ByteSize::MAX,
-            observed: Duration::ZERO,
-            requests: 0,
-            rejected: 0,
-            unowned: ByteSize::ZERO,
-            ceiling_part: 1.0,
-            required: Vec::new(),
-            shadowed: Vec::new(),
-        }
-    }
 }
 
 impl LimitAdvice {
@@ -541,9 +538,7 @@ impl fmt::Display for LimitForecast {
         let recorded = recorded(self.requests, self.observed);
         write!(f, "with a limit of {limit} ")?;
         match (self.requests, self.rejected) {
-            (0, _) => {
-                f.write_str("nothing would have been rejected, but no request is recorded")?
-            }
+            (0, _) => f.write_str("nothing would have been rejected: no request is recorded")?,
             (_, 0) => write!(f, "none of {recorded} would have been rejected")?,
             _ => {
                 let share = percent(self.rejected_share());
@@ -559,10 +554,8 @@ impl fmt::Display for LimitAdvice {
         let recorded = recorded(self.requests, self.observed);
         match self.smallest_limit() {
             Some(limit) => {
-                write!(
-                    f,
-                    "{limit} is the smallest limit that rejects less than 0.1 % of {recorded}"
-                )
+                write!(f, "{limit} is the smallest limit that rejects less than ")?;
+                write!(f, "0.1 % of {recorded}")
             }
             None if self.limit == ByteSize::MAX => f.write_str("no advice: no limit is known"),
             None if self.requests < Self::REQUESTS_MIN => {
@@ -593,11 +586,7 @@ fn grouped(number: u64) -> String {
 
 /// Describes a share in percent, with two significant digits below 1 %.
 fn percent(share: f64) -> String {
-    match share * 100.0 {
-        percent if percent < 0.01 => "0.01 %".to_owned(),
-        percent if percent < 1.0 => format!("{percent:.2} %"),
-        percent => format!("{percent:.1} %"),
-    }
+    format!("{:.2} %", (share * 100.0).max(0.01))
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
@@ -815,11 +804,11 @@ mod tests {
 
     #[test]
     fn the_text_gives_the_advice_or_the_reason_why_there_is_none() {
-        let none = LimitAdvice::default();
+        let none = LimitRecord::default().advice();
         assert_eq!(none.to_string(), "no advice: no limit is known");
         assert_eq!(
             none.at(ByteSize::mib(256)).to_string(),
-            "with a limit of 256.0 MiB nothing would have been rejected, but no request is \
+            "with a limit of 256.0 MiB nothing would have been rejected: no request is \
              recorded; memory that no request owns (0 B) fits"
         );
         assert_eq!(
@@ -861,6 +850,6 @@ mod tests {
              the last 40.0 s"
         );
         let shares = [0.00002, 0.0031, 0.031, 1.0].map(percent);
-        assert_eq!(shares, ["0.01 %", "0.31 %", "3.1 %", "100.0 %"]);
+        assert_eq!(shares, ["0.01 %", "0.31 %", "3.10 %", "100.00 %"]);
     }
 }
