@@ -695,10 +695,6 @@ fn check_limit(
 /// be seen even if metrics are rare.
 const DEVICE_INTERVAL_MAX: Duration = Duration::from_secs(1);
 
-/// The maximum share by which steps between samples are shortened. An estimate: services that were
-/// started together are out of step after some ten ticks.
-const JITTER: f64 = 0.1;
-
 fn settings(
     config: &Config,
     has_devices: bool,
@@ -717,7 +713,6 @@ fn settings(
         purge_interval: config.purge_interval.value,
         purge_growth: config.purge_growth(),
         publish_interval: Some(published),
-        jitter: JITTER,
         exhaustion_policy: config.exhaustion_policy.value,
         heap_decay_interval,
         device_interval: has_devices.then(|| published.min(DEVICE_INTERVAL_MAX)),

@@ -95,6 +95,9 @@ pub struct Ledger {
     _rest: CacheAligned,
     /// Written by the control loop only.
     allowance: AtomicU64,
+    /// More reserved bytes are a reason for the next tick; at most the allowance. Written by the
+    /// control loop only.
+    pub(crate) watched: AtomicU64,
     /// Written by the control loop only.
     ceiling: AtomicU64,
     /// The most bytes that a resource may have if nothing else is reserved. Written by the control
@@ -155,6 +158,7 @@ impl Ledger {
         }
         self.observes.store(false, Ordering::Relaxed);
         self.allowance.store(ceiling.get(), Ordering::Relaxed);
+        self.watched.store(ceiling.get(), Ordering::Relaxed);
         self.ceiling.store(ceiling.get(), Ordering::Relaxed);
         for figure in [&self.loadable, &self.alone_debt] {
             figure.store(u64::MAX, Ordering::Relaxed);
@@ -187,12 +191,12 @@ impl Ledger {
         self.book_request(ByteSize::ZERO, bytes, reserved_headroom.saturating_sub(bytes.get()))
     }
 
-    /// Like [`Ledger::try_book`], but considers neither lone nor single requests. `false` only
-    /// means that [`Ledger::try_book`] decides.
+    /// Like [`Ledger::try_book`], but considers neither lone nor single requests, nor those that are
+    /// a reason for the next tick. `false` only means that [`Ledger::try_book`] decides.
     #[inline]
     pub(crate) fn try_book_plain(&self, bytes: ByteSize) -> bool {
         let left = self.reserved_headroom.load(Ordering::Relaxed).max(bytes.get());
-        let Some(most) = self.allowance.load(Ordering::Relaxed).checked_sub(left) else {
+        let Some(most) = self.watched.load(Ordering::Relaxed).checked_sub(left) else {
             return false;
         };
         let add = |reserved| (reserved <= most).then(|| reserved + bytes.get());
@@ -607,6 +611,13 @@ impl Ledger {
         Some(Duration::from_millis(u64::try_from(millis).unwrap_or(u64::MAX).max(least)))
     }
 
+    /// Makes the reservation of one in `parts` of the room a reason for the next tick.
+    pub(crate) fn watch(&self, parts: u64) {
+        let (reserved, allowance) = (self.reserved().get(), self.allowance().get());
+        let watched = reserved + allowance.saturating_sub(reserved) / parts;
+        self.watched.store(watched.min(allowance), Ordering::Relaxed);
+    }
+
     /// Publishes how the room is shared. Called by one owner.
     pub(crate) fn balance(&self, balance: RoomSharing) {
         self.reserved_headroom.store(balance.reserved_headroom.get(), Ordering::Relaxed);
@@ -649,6 +660,7 @@ impl Ledger {
         };
         self.loadable.store(loadable.get(), Ordering::Relaxed);
         self.allowance.store(allowance.get(), Ordering::Relaxed);
+        self.watched.store(allowance.get(), Ordering::Relaxed);
         self.alone.store(correction.alone.get(), Ordering::Relaxed);
         self.alone_resources.store(totals.resource_reservations.get(), Ordering::Release);
         self.alone_debt.store(correction.alone_debt.get(), Ordering::Relaxed);

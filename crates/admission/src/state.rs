@@ -183,6 +183,7 @@ impl AdmissionState {
         // If it does not fit, that is the only reason, and nothing makes room for it.
         if may_fit
             && !(self.observes() || self.evicts() || self.unowned.load(Ordering::Relaxed) != 0)
+            && !self.is_slow.load(Ordering::Relaxed)
             && let Some(tally) = self.plain(cost, priority)
         {
             let booked = self.host.try_book(cost.host).map(|()| self.admitted(tally, cost.host));
@@ -270,7 +271,12 @@ impl AdmissionState {
             self.tally().admit_exempt(host, device);
             return Ok(Permit::of_request(self, Cost { host, device }, true));
         }
-        let permit = match self.decide(waits, cost, priority, label) {
+        let decided = self.decide(waits, cost, priority, label);
+        let reserved = self.host.reserved().saturating_add(cost.host);
+        if reserved.get() >= self.host.watched.load(Ordering::Relaxed) {
+            self.hurry();
+        }
+        let permit = match decided {
             Ok(booked) => Permit::of_request(self, booked, false),
             Err(rejected) => {
                 let reason = self.ignored(rejected)?;
@@ -1013,9 +1019,8 @@ impl AdmissionState {
         for request in self.large.each() {
             let figures = request.figures().filter(|of| of.admitted_at.is_some());
             let Some(reserved) = figures.map(|of| of.reserved) else { continue };
-            let is_less =
-                |of: &Option<(ByteSize, _)>| of.as_ref().is_none_or(|(other, _)| *other < reserved);
-            let at = top.partition_point(|of| !is_less(of));
+            let is_more = |(other, _): &(ByteSize, _)| *other >= reserved;
+            let at = top.partition_point(|of| of.as_ref().is_some_and(is_more));
             if let Some(places) = top.get_mut(at..).filter(|places| !places.is_empty()) {
                 places.rotate_right(1);
                 places[0] = Some((reserved, request));

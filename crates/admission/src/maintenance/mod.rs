@@ -19,7 +19,6 @@ mod settings;
 mod state;
 mod worker;
 
-use std::hash::{BuildHasher as _, RandomState};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -236,9 +235,6 @@ fn part_of(limit: ByteSize, share: f64) -> ByteSize {
 const FIT_INTERVAL: Duration = Duration::from_millis(100);
 /// The time between two samples for the advice on limits, which replays each ceiling.
 const RECORD_EVERY: Duration = Duration::from_millis(50);
-/// The same while no request comes and the required memory is the same: a sample then only adds the
-/// time since the last one.
-const RECORD_STILL_EVERY: Duration = Duration::from_millis(500);
 /// The place of [`Job::Publish`] among the periodic jobs.
 const PUBLISH: usize = 2;
 
@@ -297,12 +293,10 @@ pub struct Maintenance {
     growth: RetainedGrowth,
     exhaustion: Exhaustion,
     saturation: Saturation,
-    /// The time of the last sample for the advice on limits, and what it required.
-    recorded: (Moment, ByteSize),
+    /// The time of the last sample for the advice on limits.
+    recorded: Moment,
     /// When each periodic job was last posted.
     posted: [Option<Moment>; 4],
-    /// The state of the jitter's generator, different in each process.
-    chance: u64,
 }
 
 impl Maintenance {
@@ -353,9 +347,8 @@ impl Maintenance {
             growth: RetainedGrowth::new(),
             exhaustion: Exhaustion::new(settings.exhaustion_policy),
             saturation: Saturation::default(),
-            recorded: (Moment::ORIGIN, ByteSize::ZERO),
+            recorded: Moment::ORIGIN,
             posted: [None; 4],
-            chance: RandomState::new().hash_one(0_u8) | 1,
         })
     }
 
@@ -385,10 +378,13 @@ impl Maintenance {
         }
     }
 
-    /// Returns the time for which the last tick has planned the next one.
+    /// Returns the time for which the last tick has planned the next one, or that of the last tick
+    /// if a request has asked for one since.
     #[must_use]
-    pub const fn next_tick(&self) -> Moment {
-        self.planned
+    pub fn next_tick(&self) -> Moment {
+        let (last, is_slow) = (self.host.at, &self.admission.state().is_slow);
+        let was_slow = self.planned - last > self.settings.active_tick;
+        if was_slow && !is_slow.load(Ordering::Relaxed) { last } else { self.planned }
     }
 
     /// Takes a sample, decides, publishes the figures and posts the jobs for the worker. Returns
@@ -400,6 +396,7 @@ impl Maintenance {
         let last = figures.sample;
         let tick = self.sample(last.limit, now);
         let sample = &tick.sample;
+        let before = (last.physical, now - self.host.at);
         self.account(&tick, &mut figures);
         // And once a large one that waits for that holds what it needs.
         let unheld = state.host.unheld().saturating_add(state.unused.wanted());
@@ -416,16 +413,15 @@ impl Maintenance {
         let mut jobs = Jobs::default();
         decided.chain(self.climb(&tick)).flatten().for_each(|job| jobs.insert(job));
         let due = self.post_due(&tick, &mut jobs);
-        let Settings { active_tick, idle_tick, .. } = self.settings;
-        let is_active = self.is_active(&tick, last.physical);
-        // Not shortened while quiet: otherwise periodic jobs would come between two ticks.
-        let step = if is_active { self.jittered(active_tick) } else { idle_tick };
+        let active_tick = self.settings.active_tick;
+        let (step, watched) = self.step(&tick, needs, before);
         // A job that is already due has been posted: check again after an active tick at the
         // earliest.
         let next = due.max(now + active_tick).min(now + step);
-        state.is_slow.store(next - now > active_tick, Ordering::Relaxed);
         debug_assert!(next > now, "the next tick is not in the future");
         self.planned = next;
+        state.is_slow.store(next - now > active_tick, Ordering::Relaxed);
+        state.host.watch(watched);
         self.state.publish(&figures);
         self.state.post_all(jobs);
         jobs
@@ -488,16 +484,6 @@ impl Maintenance {
             }
         }
         next
-    }
-
-    /// Shortens a step at random.
-    fn jittered(&mut self, step: Duration) -> Duration {
-        // Marsaglia's xorshift: any sequence that differs between processes works.
-        self.chance ^= self.chance << 13;
-        self.chance ^= self.chance >> 7;
-        self.chance ^= self.chance << 17;
-        let part = f64::from(u32::try_from(self.chance >> 32).unwrap_or(0)) / f64::from(u32::MAX);
-        step.mul_f64(1.0 - self.settings.jitter * part)
     }
 
     /// Ends this loop, and wakes what waits for a tick. Resets admission unless it is closed, as it
@@ -615,15 +601,13 @@ impl Maintenance {
     /// Records the needs of requests for the advice on limits, unless it is too early.
     fn record_limits(&mut self, tick: &Tick) {
         let required = tick.sample.required();
-        let is_still = self.quiet_since.is_some() && self.recorded.1 == required;
-        if tick.now - self.recorded.0 < if is_still { RECORD_STILL_EVERY } else { RECORD_EVERY } {
+        if tick.now - self.recorded < RECORD_EVERY {
             return;
         }
-        self.recorded = (tick.now, required);
+        self.recorded = tick.now;
         let (totals, correction) = (self.host.ledger.totals(), &self.host.correction);
         let by_level = [RejectReason::Pressure, RejectReason::Exhausted];
-        let correction_factor = correction.correction_factor;
-        let of_requests = totals.requests.scaled(correction_factor);
+        let of_requests = totals.requests.scaled(correction.correction_factor);
         let without_requests = required.saturating_sub(of_requests);
         let limits = LimitSample {
             now: tick.now,
@@ -631,7 +615,7 @@ impl Maintenance {
             required,
             totals,
             other: if tick.limit < ByteSize::MAX { correction.other } else { without_requests },
-            correction_factor,
+            correction_factor: correction.correction_factor,
             trusts_lone: correction.trusts_lone(),
             is_measured: !totals.unheld.is_zero() || correction.is_measured(),
             classes: self.host.counts.classes,
@@ -680,17 +664,31 @@ impl Maintenance {
         })
     }
 
-    /// Returns `true` if the next sample should come soon after this one. `last` is the physical
-    /// memory at the sample before.
-    fn is_active(&self, tick: &Tick, last: ByteSize) -> bool {
-        let sample = &tick.sample;
-        let filled = sample.required() > tick.limit.scaled(0.5);
-        let last = if self.planned == Moment::NEVER { ByteSize::MAX } else { last };
-        let grows = sample.physical.saturating_sub(last) > tick.limit.scaled(0.01);
+    /// Returns the time until the next sample, and the part of the room, as its inverse, whose
+    /// reservation is a reason for one before. `needs` are the bytes that are held or about to be,
+    /// `last` the physical ones at the sample before, and the time since then.
+    fn step(&self, tick: &Tick, needs: ByteSize, last: (ByteSize, Duration)) -> (Duration, u64) {
+        let (sample, Settings { active_tick, idle_tick, .. }) = (&tick.sample, self.settings);
+        let ledgers = || self.accounts().map(|account| account.ledger);
+        let is_held = ledgers().any(|ledger| !ledger.requests().is_zero());
+        let filled = sample.required() > tick.limit.scaled(0.5)
+            || is_held && ledgers().any(|ledger| ledger.utilization() > Some(0.2));
+        let before = if self.planned == Moment::NEVER { ByteSize::MAX } else { last.0 };
+        // By a hundredth of the limit in an idle tick.
+        let part = last.1.div_duration_f64(idle_tick).min(1.0) / 100.0;
+        let grows = sample.physical.saturating_sub(before) > tick.limit.scaled(part);
         let pressed = self.host.pressure.level.max(self.device.pressure.level) > Level::None;
-        let waits = !self.admission.state().queue.is_empty();
-        let is_held = self.accounts().any(|account| !account.ledger.requests().is_zero());
-        filled || grows || pressed || waits || is_held
+        if filled || grows || pressed || !self.admission.state().queue.is_empty() {
+            return (active_tick, 1);
+        }
+        let is_quiet = self.quiet_since.is_some_and(|(at, _)| tick.now - at >= self.settings.quiet);
+        let least = if is_held { active_tick } else { idle_tick };
+        let most = if is_quiet { idle_tick * 4 } else { idle_tick };
+        // Requests are counted as they grow, but not C code, which may take a quarter of the room:
+        // at 1 GB/s a byte in a nanosecond.
+        let to_fill = Duration::from_nanos(tick.most.saturating_sub(needs).get() / 4);
+        // The first request after a quiet time asks for a sample.
+        (to_fill.clamp(least, most), if is_quiet { u64::MAX } else { 16 })
     }
 }
 

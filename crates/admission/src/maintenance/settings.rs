@@ -29,14 +29,14 @@ pub struct Settings {
     /// The initial correction factor: the assumed ratio of real need to estimate until it is
     /// measured, in [1, 5]. Default: 2.
     pub correction_factor: f64,
-    /// Time between samples while requests are held, memory grows, or more than half of the limit
-    /// is required. Default: 10 ms (with 250 ms the goodput was a fifth lower).
+    /// Time between samples while memory grows by a hundredth of the limit within an idle tick,
+    /// more than half of the limit is required, or requests wait or have reserved more than a fifth
+    /// of the allowance. Default: 10 ms (with 250 ms the goodput was a fifth lower).
     pub active_tick: Duration,
-    /// Time between samples otherwise. Default: 250 ms.
+    /// The longest time between samples otherwise: while requests are held, a quarter of the time
+    /// in which 1 GB/s would use up the room. Up to four times as long in a quiet time. Default: 250
+    /// ms.
     pub idle_tick: Duration,
-    /// The largest fraction by which `active_tick` is shortened at random, so that the services of
-    /// a fleet do not sample and purge in step; in [0, 0.5]. Default: 0.
-    pub jitter: f64,
     /// The fraction of a core that sampling may take, in (0, 1]. Ticks are less frequent if they
     /// cost more. Default: .01.
     pub share: f64,
@@ -75,7 +75,6 @@ impl Default for Settings {
             correction_factor: K_START,
             active_tick: Duration::from_millis(10),
             idle_tick: Duration::from_millis(250),
-            jitter: 0.0,
             share: 0.01,
             quiet: Duration::from_secs(1),
             purge_interval: Some(Duration::from_secs(30)),
@@ -130,7 +129,6 @@ impl Settings {
         }
         let factor = self.correction_factor;
         expect((K_MIN..=K_MAX).contains(&factor), "correction_factor", factor, "1 to 5")?;
-        expect((0.0..=0.5).contains(&self.jitter), "jitter", self.jitter, "0 to 0.5")?;
         let Thresholds { up, down, .. } = self.thresholds;
         let is_rising = |list: [f64; 3]| 0.0 < list[0] && list[0] < list[1] && list[1] < list[2];
         let are_apart = up.iter().zip(down).all(|(up, down)| down < *up && *up <= 1.0);

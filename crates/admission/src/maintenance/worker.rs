@@ -316,8 +316,13 @@ mod tests {
     #[test]
     fn a_tick_that_came_late_is_told_once_and_costly_ones_come_less_often() {
         let (clock, admission) = (Arc::new(ManualClock::new()), Admission::new());
-        let _held = admission.try_admit(Cost::host(ByteSize::mib(1))).expect("no limit");
-        let mut maintenance = dear(&clock, Sample::default(), admission);
+        // More than half of the limit.
+        let sample = Sample {
+            physical: ByteSize::mib(60),
+            limit: Limit::given(ByteSize::mib(100)),
+            ..Sample::default()
+        };
+        let mut maintenance = dear(&clock, sample, admission);
         let mut rests = Vec::new();
         for _ in 0..10 {
             let begun = clock.now();

@@ -44,6 +44,8 @@ pub(crate) struct Weight;
 /// The state that changes as the world goes on.
 pub(super) struct State {
     pub(super) now: Moment,
+    /// When the loop ticks next.
+    due: Moment,
     pub(super) chance: Chance,
     pub(super) events: Events,
     pub(super) plant: Plant,
@@ -167,15 +169,38 @@ impl World {
             }
             let Some((_, event)) = event else { return };
             match event {
-                Event::Tick => self.tick(),
+                Event::Tick => {
+                    let is_due = {
+                        let state = lock(&self.state);
+                        state.now == state.due
+                    };
+                    if is_due {
+                        self.tick();
+                    }
+                }
                 Event::Work => self.work(),
                 Event::Around => self.around(),
                 Event::Look => self.look(),
-                Event::Arrival { comes } => self.arrival(comes),
+                Event::Arrival { comes } => {
+                    self.arrival(comes);
+                    self.hurry();
+                }
                 Event::Part(serial) => self.part(serial),
                 Event::Ask(serial) => self.ask(serial),
                 Event::End(serial) => self.end(serial),
                 Event::Freed(serial) => self.freed(serial),
+            }
+        }
+    }
+
+    /// The next tick is posted, if a request has asked for one that comes sooner.
+    fn hurry(&self) {
+        let next = lock(&self.maintenance).next_tick();
+        let state = &mut *lock(&self.state);
+        if next <= state.now {
+            let due = state.now + self.scenario.sampler.lateness(&mut state.chance);
+            if due < state.due {
+                state.post_tick(due);
             }
         }
     }
@@ -197,7 +222,7 @@ impl World {
             state.seen.levels.push((now.since_origin().as_secs_f64(), level));
         }
         let late = self.scenario.sampler.lateness(&mut state.chance);
-        state.events.post(next + late, Event::Tick);
+        state.post_tick(next + late);
         if jobs.next().is_some() && !self.working.load(Ordering::Relaxed) {
             let late = state.chance.time(Duration::ZERO, self.scenario.worker_late);
             state.events.post(now + late, Event::Work);
@@ -329,6 +354,11 @@ impl World {
 }
 
 impl State {
+    fn post_tick(&mut self, due: Moment) {
+        self.due = due;
+        self.events.post(due, Event::Tick);
+    }
+
     fn new(scenario: &Scenario) -> Self {
         let mut events = Events::default();
         events.post(Moment::ORIGIN, Event::Tick);
@@ -341,6 +371,7 @@ impl State {
         events.post(start, Event::Arrival { comes: false });
         Self {
             now: Moment::ORIGIN,
+            due: Moment::ORIGIN,
             chance: Chance::new(!scenario.seed),
             events,
             plant: Plant::new(scenario.build),
