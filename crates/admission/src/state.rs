@@ -183,11 +183,11 @@ impl AdmissionState {
         // If it does not fit, that is the only reason, and nothing makes room for it.
         if may_fit
             && !(self.observes() || self.evicts() || self.unowned.load(Ordering::Relaxed) != 0)
-            && !self.is_slow.load(Ordering::Relaxed)
             && let Some(tally) = self.plain(cost, priority)
         {
-            let booked = self.host.try_book(cost.host).map(|()| self.admitted(tally, cost.host));
-            return booked.map_err(|short| self.reject_at_once(short));
+            self.host.try_book(cost.host).map_err(|short| self.reject_at_once(short))?;
+            self.hurry();
+            return Ok(self.admitted(tally, cost.host));
         }
         self.try_admit(None, cost, priority, None).map_err(|rejected| self.reject(rejected))
     }
@@ -195,6 +195,9 @@ impl AdmissionState {
     /// Rejects a request, and counts it, for which the host has no room and nothing makes room.
     fn reject_at_once(&self, short: InsufficientBudget) -> Rejected {
         let (budget, asked) = (Budget::Host, short.asked);
+        if self.is_slow.load(Ordering::Relaxed) {
+            self.hurry();
+        }
         self.lacked.fetch_min(asked.get(), Ordering::Relaxed);
         let retry_after = self.retry_after(self.host.wait_for(&short));
         self.count_rejection(RejectReason::Full, Some((budget, asked)));

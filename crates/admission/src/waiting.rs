@@ -199,9 +199,7 @@ impl WaitQueue {
             self.len.store(entries.list.len(), Ordering::SeqCst);
             ended
         };
-        for waker in ended.into_iter().filter_map(|entry| entry.waker) {
-            waker.wake();
-        }
+        ended.into_iter().filter_map(|entry| entry.waker).for_each(Waker::wake);
     }
 
     /// Returns `true` if a control loop ticks.

@@ -808,9 +808,7 @@ impl<T> CellState<T> {
     }
 
     fn ring_drainers(&self) {
-        for bell in &self.drainers {
-            bell.ring();
-        }
+        self.drainers.iter().for_each(|bell| bell.ring());
     }
 
     /// Takes the value out if it has no guards. The caller cleans it up.
