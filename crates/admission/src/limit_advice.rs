@@ -1,11 +1,12 @@
 //! Advice on a smaller limit: what it would have done to the recorded traffic.
 //!
-//! The control loop adds a sample at most every 50 ms ([`LimitRecord::add`]). Operators read the sums of the last 24 hours and the current one
-//! ([`LimitAdvice`]). Each hour has two histograms: the time by required memory, and the requests
-//! that each ceiling up to the limit would have rejected. For the latter a ledger is kept for each
-//! ceiling ([`Shadow`]), to which the rule of `correction` is applied:
-//! `other + K x (reserved + requested) <= ceiling`, where `reserved` is only what that ledger
-//! admitted. At each sample it releases the same fraction of its bytes as the real ledger.
+//! The control loop adds a sample at most every 50 ms ([`LimitRecord::add`]). Operators read the
+//! sums of the last 24 hours and the current one ([`LimitAdvice`]). Each hour has two histograms:
+//! the time by required memory, and the requests that each ceiling up to the limit would have
+//! rejected. For the latter a ledger is kept for each ceiling ([`Shadow`]), to which the rule of
+//! `correction` is applied: `other + K x (reserved + requested) <= ceiling`, where `reserved` is
+//! only what that ledger admitted. At each sample it releases the same fraction of its bytes as the
+//! real ledger.
 //!
 //! Counters and the real ledger are read only at samples, which costs the requests nothing. Between
 //! them, requests are taken to arrive evenly, and arrivals and releases to alternate within each 50
@@ -171,6 +172,7 @@ impl Shadow {
         if arrivals.is_empty() && from.totals.requests == to.totals.requests {
             return;
         }
+        // At most those of the longest time for which a sample counts.
         let steps = u64::try_from((to.now - from.now).as_millis()).unwrap_or(0) / STEP_MS;
         let most = arrivals.iter().map(|(count, _)| *count).sum::<u64>().min(20);
         let steps = if is_seen { steps.min(most).max(1) } else { 1 };
