@@ -20,7 +20,7 @@ skip() {
 
 # bench_program NAME: builds a bench, and prints the path of its program.
 bench_program() {
-    realpath "$(cargo bench --locked --bench "$1" --no-run 2>&1 | tee /dev/stderr |
+    realpath "$(cargo bench --locked --bench "$1" --no-run 2>&1 | tee -a /dev/stderr |
         sed -n 's/.*Executable .*(\(.*\))/\1/p')"
 }
 
