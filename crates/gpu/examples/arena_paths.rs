@@ -32,6 +32,11 @@ use lowtide_gpu::{
     SleepOptions,
 };
 
+#[cfg(not(lowtide_reference))]
+type StorePart = HostStore;
+#[cfg(lowtide_reference)]
+type StorePart = lowtide_gpu::driver::StoreSpan;
+
 const PATHS: &str = "warm_pair, warm, cold_alloc, drop, sleep or wake";
 /// The driver's granule.
 const GRANULE: usize = 2 << 20;
@@ -242,18 +247,21 @@ unsafe impl Driver for NoDriver {
     }
 
     fn host_store_create(&self, size: ByteSize) -> Answer<HostStore> {
-        Ok(HostStore { at: self.take(), size })
+        #[cfg(not(lowtide_reference))]
+        return Ok(HostStore { at: self.take(), size });
+        #[cfg(lowtide_reference)]
+        Ok(HostStore::new(self.take()))
     }
 
     unsafe fn host_store_destroy(&self, _: HostStore) -> Answer {
         Ok(())
     }
 
-    unsafe fn offload(&self, _: DeviceAddress, _: HostStore, _: StreamHandle) -> Answer {
+    unsafe fn offload(&self, _: DeviceAddress, _: StorePart, _: StreamHandle) -> Answer {
         Ok(())
     }
 
-    unsafe fn restore(&self, _: HostStore, _: DeviceAddress, _: StreamHandle) -> Answer {
+    unsafe fn restore(&self, _: StorePart, _: DeviceAddress, _: StreamHandle) -> Answer {
         Ok(())
     }
 }

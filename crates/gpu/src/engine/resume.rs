@@ -277,9 +277,7 @@ async fn finish(cx: &OpContext<'_>, runs: &[PlacedRun], restored: ByteSize) -> S
     // the moment after.
     cx.surroundings.set_asleep(false);
     let wakers = cx.with(|state| {
-        for run in runs {
-            state.end_commit(*run, true);
-        }
+        runs.iter().for_each(|run| state.end_commit(*run, true));
         let now = cx.clock.now();
         let saved = state.sleep.saved.take();
         state.sleep.idle.put(saved.map(|saved| saved.stores).unwrap_or_default(), now);
@@ -369,9 +367,8 @@ fn in_small_handles(state: &mut ArenaState, incoming: &mut Incoming) {
 /// Skips memory to restore that no block touches any more. Returns `true` if there was any.
 fn skip_freed(state: &mut ArenaState, incoming: &mut Incoming) -> bool {
     let before = incoming.missing();
-    for run in incoming.runs.split_off(incoming.committed) {
-        state.end_commit(run, false);
-    }
+    let rest = incoming.runs.split_off(incoming.committed);
+    rest.into_iter().for_each(|run| state.end_commit(run, false));
     incoming.runs.extend(mark_incoming(state, true));
     incoming.missing() < before
 }

@@ -183,9 +183,7 @@ impl ArenaSnapshot {
     /// # Panics
     /// If an identity is violated.
     pub fn validate(&self) {
-        for region in &self.regions {
-            region.validate();
-        }
+        self.regions.iter().for_each(RegionSnapshot::validate);
         assert!(self.live <= self.live_peak, "live <= live_peak");
         assert!(self.frees_total <= self.allocs_total, "frees_total <= allocs_total");
         assert!(self.exported <= self.live, "exported <= live");
