@@ -277,7 +277,9 @@ async fn finish(cx: &OpContext<'_>, runs: &[PlacedRun], restored: ByteSize) -> S
     // the moment after.
     cx.surroundings.set_asleep(false);
     let wakers = cx.with(|state| {
-        runs.iter().for_each(|run| state.end_commit(*run, true));
+        for run in runs {
+            state.end_commit(*run, true);
+        }
         let now = cx.clock.now();
         let saved = state.sleep.saved.take();
         state.sleep.idle.put(saved.map(|saved| saved.stores).unwrap_or_default(), now);
@@ -367,8 +369,9 @@ fn in_small_handles(state: &mut ArenaState, incoming: &mut Incoming) {
 /// Skips memory to restore that no block touches any more. Returns `true` if there was any.
 fn skip_freed(state: &mut ArenaState, incoming: &mut Incoming) -> bool {
     let before = incoming.missing();
-    let rest = incoming.runs.split_off(incoming.committed);
-    rest.into_iter().for_each(|run| state.end_commit(run, false));
+    for run in incoming.runs.split_off(incoming.committed) {
+        state.end_commit(run, false);
+    }
     incoming.runs.extend(mark_incoming(state, true));
     incoming.missing() < before
 }
@@ -383,7 +386,7 @@ fn touched_copies(state: &ArenaState, region: Region, run: Run) -> Vec<StoredCop
 /// wake that failed could not release the memory, and it may have lost the contents.
 fn stayed_copies(state: &ArenaState) -> Vec<StoredCopy> {
     let mut copies = Vec::new();
-    if state.memory().backed == state.memory().committing {
+    if state.memory().there() == 0 {
         return copies; // no memory stayed, as usual
     }
     for region in Region::ALL {

@@ -321,17 +321,14 @@ impl ArenaState {
         (self.steps.commit(needed, room) - needed) / self.granularity
     }
 
-    /// Records that memory was committed.
-    fn note_committed(&mut self, at: DeviceAddress, size: ByteSize) {
+    /// Records that memory was committed. Returns the memory by its state.
+    fn note_committed(&mut self, at: DeviceAddress, size: ByteSize) -> MemoryCounts {
         self.events.push("commit", |line| line.bytes("size", size).address(at));
         self.totals.commits_total += 1;
         self.totals.committed_bytes_total += size.get();
-        self.totals.committed_peak = self.totals.committed_peak.max(ByteSize::new(self.there()));
-    }
-
-    /// Returns the bytes of backed granules, without commits in progress.
-    fn there(&self) -> u64 {
-        self.memory().backed - self.memory().committing
+        let memory = self.memory();
+        self.totals.committed_peak = self.totals.committed_peak.max(ByteSize::new(memory.there()));
+        memory
     }
 
     /// Records the result of a commit.
@@ -339,10 +336,7 @@ impl ArenaState {
         let segment = &mut self.region_mut(run.region).segment;
         segment.end(run.run, GranuleCall::Commit, done);
         self.results += 1;
-        if done {
-            self.note_committed(run.at, run.size);
-        }
-        if done && self.memory().idle() > 0 {
+        if done && self.note_committed(run.at, run.size).idle() > 0 {
             let span = self.region(run.region).segment.span_of(run.run);
             self.note_idle(run.region, span); // some of it was committed ahead
         }
@@ -736,6 +730,6 @@ impl ArenaState {
         let settled = totals.committed_bytes_total - totals.decommitted_bytes_total;
         assert!(self.memory().backed >= settled, "every committed byte is backed");
         let peak = self.totals.committed_peak.get();
-        assert!(self.there() <= peak, "no more is there than at the peak");
+        assert!(self.memory().there() <= peak, "no more is there than at the peak");
     }
 }

@@ -762,6 +762,11 @@ impl MemoryCounts {
         }
     }
 
+    /// Returns the committed memory, without commits in progress.
+    pub(crate) const fn there(&self) -> u64 {
+        self.backed - self.committing
+    }
+
     /// Returns the memory that no block touches.
     pub(crate) const fn idle(&self) -> u64 {
         self.backed - self.active
