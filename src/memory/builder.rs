@@ -744,9 +744,8 @@ fn report(memory: &Memory) {
         bound_arenas = memory.0.shared.bound_arenas,
         "memory manager started"
     );
-    let Some(LastExit { cause, summary, pid, version, .. }) = memory.report().last_exit() else {
-        return;
-    };
+    let last = memory.report().last_exit();
+    let Some(LastExit { cause, summary, pid, version, .. }) = last else { return };
     let (is_orderly, cause) = (cause.is_orderly(), cause.name());
     if is_orderly {
         log!(info, cause, pid, version, summary, "previous run ended normally");

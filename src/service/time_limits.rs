@@ -308,7 +308,8 @@ impl LargeRequest for WeakPace {
     }
 
     fn check_time(&self, now: Moment) {
-        self.0.upgrade().iter().for_each(|registered| registered.pace.probe(now));
+        let Some(registered) = self.0.upgrade() else { return };
+        registered.pace.probe(now);
     }
 }
 

@@ -461,10 +461,9 @@ struct BoundThread {
 impl Drop for BoundThread {
     fn drop(&mut self) {
         // An empty cache cannot serve blocks of the arena afterwards.
-        let flushed = flush_thread_cache().is_ok();
-        if !flushed || ctl::THREAD_ARENA.write(self.before).is_err() {
-            let (mut slots, at) = (keep(), self.index as usize);
-            slots.slots.get_mut(at).iter_mut().for_each(|slot| slot.is_bound = true);
+        let is_back = flush_thread_cache().is_ok() && ctl::THREAD_ARENA.write(self.before).is_ok();
+        if !is_back && let Some(slot) = keep().slots.get_mut(self.index as usize) {
+            slot.is_bound = true;
         }
     }
 }

@@ -54,10 +54,7 @@ pub(super) fn number() -> isize {
 #[inline]
 pub(super) fn plain_size(number: isize, size: usize, align: usize) -> Option<usize> {
     let signed = align.cast_signed();
-    if signed <= number {
-        return Some(size);
-    }
-    (signed <= 2 * number).then(|| size.max(align))
+    if signed <= number { Some(size) } else { (signed <= 2 * number).then(|| size.max(align)) }
 }
 
 /// Returns the flags for `mallocx` of a block that has no [`plain_size`]. Ends a trial, and passes a

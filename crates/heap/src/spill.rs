@@ -141,11 +141,8 @@ pub(crate) fn arena() -> Option<u32> {
 /// Returns the number of its active pages now.
 pub(crate) fn active_pages() -> usize {
     let at = NonNull::new(ACTIVE_PAGES.load(Relaxed));
-    at.map_or(0, |at| {
-        // SAFETY: a count of an arena that is never destroyed, which jemalloc changes
-        // atomically.
-        unsafe { AtomicUsize::from_ptr(at.as_ptr()) }.load(Relaxed)
-    })
+    // SAFETY: a count of an arena that is never destroyed, which jemalloc changes atomically.
+    at.map_or(0, |at| unsafe { AtomicUsize::from_ptr(at.as_ptr()) }.load(Relaxed))
 }
 
 /// Returns the bytes of a limit that are left when work begins to spill, and sets the window of

@@ -331,7 +331,9 @@ impl Connections {
         table.open.push(Arc::clone(&state));
         drop(table);
         OPEN.fetch_add(1, Ordering::Relaxed);
-        displaced.iter().for_each(|displaced| displaced.close(CloseReason::Displaced));
+        if let Some(displaced) = displaced {
+            displaced.close(CloseReason::Displaced);
+        }
         Ok(Connection { connections: self.clone(), state })
     }
 
@@ -429,8 +431,7 @@ impl Drop for Connection {
     fn drop(&mut self) {
         OPEN.fetch_sub(1, Ordering::Relaxed);
         let mut table = lock(&self.connections.table);
-        let at = table.open.iter().position(|state| Arc::ptr_eq(state, &self.state));
-        let Some(at) = at else {
+        let Some(at) = table.open.iter().position(|state| Arc::ptr_eq(state, &self.state)) else {
             table.closing -= 1;
             return;
         };

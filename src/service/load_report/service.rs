@@ -322,7 +322,8 @@ impl LargeRequest for StreamTimer {
     }
 
     fn wake(&self) {
-        self.0.upgrade().iter().for_each(|reports| reports.streams.wake(|_| true));
+        let Some(reports) = self.0.upgrade() else { return };
+        reports.streams.wake(|_| true);
     }
 
     fn check_time(&self, now: Moment) {

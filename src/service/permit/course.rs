@@ -187,15 +187,13 @@ impl RequestPermit {
             if let Some(turn) = turn {
                 enter_turn(turn, admitted.state, waiting, waiting.is_none())?;
             }
-            let permit = &mut held.holds.permit;
-            permit
-                .resume(waiting, priority)
-                .inspect_err(|_| turn.into_iter().for_each(Turn::leave))?;
+            let resumed = held.holds.permit.resume(waiting, priority);
+            resumed.inspect_err(|_| turn.into_iter().for_each(Turn::leave))?;
             let has_entered = slot.is_some();
             if let Some(slot) = &slot {
                 slot.begin();
                 slot.answered(held.answer == Some(true));
-                permit.mark_unlearned(slot);
+                held.holds.permit.mark_unlearned(slot);
                 admitted.progress.set(TRIAL);
             }
             held.holds.slot = slot.or_else(|| held.holds.slot.take());

@@ -216,10 +216,7 @@ impl DeviceArena {
     /// a sleeping arena. There is none to release if device memory is host memory.
     pub fn release_stores(&self) -> ByteSize {
         let inner = self.inner();
-        if inner.check_here().is_err() {
-            return ByteSize::ZERO;
-        }
-        inner.run(stores::release_idle)
+        if inner.check_here().is_err() { ByteSize::ZERO } else { inner.run(stores::release_idle) }
     }
 
     /// Sets the budget from which a sleep reserves host memory before it copies contents; without

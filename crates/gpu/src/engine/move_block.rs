@@ -365,8 +365,9 @@ impl Batch {
         let [from, to] = ends_of(state, region, made);
         let active_before = state.memory().active;
         if state.region_mut(region).trade(id, placed) {
-            let left = [placed.span, made.source()];
-            left.into_iter().for_each(|left| state.note_idle(region, left));
+            for left in [placed.span, made.source()] {
+                state.note_idle(region, left);
+            }
         }
         self.outcome.idle += active_before.saturating_sub(state.memory().active);
         self.outcome.active += active;

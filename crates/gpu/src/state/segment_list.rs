@@ -79,8 +79,9 @@ impl SegmentList {
 
     /// Takes all offsets of an index in which no block is live.
     pub(crate) fn wall_off(&mut self, index: &mut RegionIndex) {
-        let both = [End::Low, End::High].into_iter();
-        both.for_each(|end| self.put_wall(index, index.bounds(end)));
+        for end in [End::Low, End::High] {
+            self.put_wall(index, index.bounds(end));
+        }
     }
 
     /// Returns the bytes of memory by its state. Takes one step per piece.

@@ -158,8 +158,11 @@ impl Region {
     /// be written since the last call.
     pub(super) fn sync(&self, piece: usize, writes: bool, waits: bool) -> io::Result<()> {
         // An error of another file that has the number is its owner's, and is reported only once.
-        let done = self.file.is_own().then(|| calls::sync(self.file.file(), piece, writes, waits));
-        done.filter(|_| self.file.is_own()).unwrap_or(Ok(()))
+        if !self.file.is_own() {
+            return Ok(());
+        }
+        let done = calls::sync(self.file.file(), piece, writes, waits);
+        if self.file.is_own() { done } else { Ok(()) }
     }
 
     /// Writes a piece, waits for it and drops it from memory; the next one is written meanwhile.
@@ -169,7 +172,9 @@ impl Region {
         self.sync(next, true, false)?;
         calls::unmap(self.pages(piece), PIECE);
         self.sync(piece, true, true)?;
-        let _ = self.file.is_own().then(|| calls::drop_from_memory(self.file.file(), piece));
+        if self.file.is_own() {
+            calls::drop_from_memory(self.file.file(), piece);
+        }
         Ok(())
     }
 

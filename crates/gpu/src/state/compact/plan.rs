@@ -83,11 +83,6 @@ impl Move {
         self.from.abs_diff(self.to)
     }
 
-    /// Returns `true` if the move takes more than [`PIECES_MAX`] copies.
-    pub(crate) const fn is_tedious(self) -> bool {
-        self.distance().saturating_mul(PIECES_MAX) < self.size
-    }
-
     /// Returns the number of copies that the move takes.
     pub(crate) const fn copies(self) -> u64 {
         if self.overlaps() { self.size.div_ceil(self.distance()) } else { 1 }
@@ -259,7 +254,8 @@ impl Draft {
                 let to = Span { offset: at, size };
                 let spares = spared.is_none_or(|s| to.end() <= s.offset || s.end() <= to.offset);
                 let made = Move { from: block.span.offset, to: at, size };
-                if made.is_tedious() || !spares || !self.is_among_kin(to, block.hold) {
+                let is_tedious = made.distance().saturating_mul(PIECES_MAX) < size;
+                if is_tedious || !spares || !self.is_among_kin(to, block.hold) {
                     continue;
                 }
                 let overlaps = u64::from(made.overlaps());
