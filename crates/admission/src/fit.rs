@@ -226,10 +226,7 @@ impl Fit {
             (self.least, self.fell_at) = (counted, now);
         }
         let is_still = now - self.fell_at >= STILL;
-        if is_still || self.age(now) >= self.within {
-            return FitStep::Failed;
-        }
-        FitStep::Shrinking
+        if is_still || self.age(now) >= self.within { FitStep::Failed } else { FitStep::Shrinking }
     }
 }
 

@@ -34,8 +34,8 @@ use super::tally::ClassStats;
 /// The number of hours: a day, and the current one.
 const HOURS: usize = 25;
 const HOUR: Duration = Duration::from_secs(3600);
-/// The milliseconds in which arrivals and releases are taken to alternate.
-const STEP_MS: u64 = 50;
+/// The time between two samples at least, in which arrivals and releases are taken to alternate.
+pub(super) const STEP: Duration = Duration::from_millis(50);
 /// The longest time for which one sample counts: nothing is known of the time in which the control
 /// loop is blocked.
 const STEP_MAX: Duration = Duration::from_secs(1);
@@ -172,10 +172,9 @@ impl Shadow {
         if arrivals.is_empty() && from.totals.requests == to.totals.requests {
             return;
         }
-        // At most those of the longest time for which a sample counts.
-        let steps = u64::try_from((to.now - from.now).as_millis()).unwrap_or(0) / STEP_MS;
-        let most = arrivals.iter().map(|(count, _)| *count).sum::<u64>().min(20);
-        let steps = if is_seen { steps.min(most).max(1) } else { 1 };
+        let steps = (to.now - from.now).min(STEP_MAX).as_millis() / STEP.as_millis();
+        let most = if is_seen { arrivals.iter().map(|(count, _)| *count).sum() } else { 1 };
+        let steps = u64::try_from(steps).unwrap_or(1).min(most).max(1);
         for nth in 0..steps {
             let of = |count: u64| (nth + 1) * count / steps - nth * count / steps;
             let each = |(count, bytes): &Arrivals| float(of(*count)) * bytes;
@@ -380,13 +379,13 @@ fn place(nth: u64) -> usize {
 /// A prediction is an estimate, and usually too high: it ignores that requests would have waited
 /// for room and that idle resources would have been evicted, and it uses the ceiling that a limit
 /// has at the start, which rises with evidence. It also ignores retries of clients, growth of
-/// admitted requests beyond their reservations, and bursts that begin and end between two samples
-/// (50 ms).
+/// admitted requests beyond their reservations, and bursts that begin and end between two samples:
+/// within 50 ms, or 250 ms while little is reserved.
 ///
 /// ```
 /// use lowtide_admission::{ByteSize, LimitAdvice};
 ///
-/// let advice = LimitAdvice::default(); // nothing is recorded
+/// let advice = LimitAdvice::default(); // nothing is recorded, in a limit of zero bytes
 /// assert_eq!(advice.smallest_limit(), None);
 /// assert_eq!(advice.at(ByteSize::mib(256)).requests, 0);
 /// ```
@@ -586,7 +585,7 @@ fn grouped(number: u64) -> String {
     }
 }
 
-/// Describes a share in percent, with two significant digits below 1 %.
+/// Describes a share in percent, at least .01 %.
 fn percent(share: f64) -> String {
     format!("{:.2} %", (share * 100.0).max(0.01))
 }

@@ -275,6 +275,7 @@ impl AdmissionState {
             return Ok(Permit::of_request(self, Cost { host, device }, true));
         }
         let decided = self.decide(waits, cost, priority, label);
+        // Now, so that the tick finds what was reserved.
         let reserved = self.host.reserved().saturating_add(cost.host);
         if reserved.get() >= self.host.watched.load(Ordering::Relaxed) {
             self.hurry();
