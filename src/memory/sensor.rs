@@ -3,10 +3,10 @@
 //! Runs on the control thread: no allocation unless a runtime is stuck (`runtime`), no driver call,
 //! some five microseconds. The kernel's expensive files are read when they can change a decision
 //! ([`SignalTracker`]). jemalloc's statistics are refreshed when memory has moved by more than
-//! [`Signal::tolerance`], as often as their measured cost allows (0.3 % of a core), every quarter
-//! of a second if it has moved by less, and never while nothing changes. Between two refreshes the
-//! purgeable bytes are derived from figures that cost next to nothing, because a fresh physical
-//! size less a stale purgeable size is wrong by all memory freed or released since then.
+//! [`Signal::tolerance`], as often as their measured cost allows (0.3 % of a core), once a second
+//! if it has moved by less, and never while nothing changes. Between two refreshes the purgeable
+//! bytes are derived from figures that cost next to nothing, because a fresh physical size less a
+//! stale purgeable size is wrong by all memory freed or released since then.
 //!
 //! Memory that the kernel does not take back is resident and unused. jemalloc reuses it before it
 //! maps new memory, so it is neither physical nor purgeable here: otherwise a process with locked
@@ -31,8 +31,10 @@ use super::profiles::Captures;
 
 /// The share of a core for refreshing jemalloc's statistics: one in this number.
 const EPOCH_SHARE: u32 = 333;
-/// The maximum time between refreshes, regardless of cost.
+/// The maximum time between refreshes while memory moves far, regardless of cost.
 const EPOCH_MAX: Duration = Duration::from_millis(250);
+/// The time between refreshes while it moves little.
+const EPOCH_STILL: Duration = Duration::from_secs(1);
 /// The minimum time between counts of the C library's free blocks, which lock each of its arenas.
 const LIBC_MIN: Duration = Duration::from_secs(1);
 
@@ -81,9 +83,8 @@ impl Refresh {
             .max(signal.physical.get().abs_diff(self.physical.get()));
         // If nothing has changed, a refresh would find the same, and it is half of the cost of an
         // idle tick: 70 of 145 us with cold caches, measured by `benches/idle`.
-        now >= self.next
-            && moved > 0
-            && (moved > signal.tolerance().get() || now - self.at >= EPOCH_MAX)
+        let is_far = moved > signal.tolerance().get();
+        now >= self.next && moved > 0 && (is_far || now - self.at >= EPOCH_STILL)
     }
 
     /// Returns the purgeable bytes now. A page that is no longer active is purgeable until it is
@@ -226,8 +227,8 @@ mod tests {
         let limit = Limit::given(ByteSize::mib(1000));
         for (case, millis, active, physical, is_over) in [
             ("nothing moved", 10_000, 60, 100, false),
-            ("a little moved", 249, 70, 110, false),
-            ("a little moved, long ago", 250, 70, 110, true),
+            ("a little moved", 999, 70, 110, false),
+            ("a little moved, long ago", 1000, 70, 110, true),
             ("much was allocated", 10, 80, 100, true),
             ("much was freed", 10, 40, 100, true),
             ("other memory grew", 10, 60, 120, true),
