@@ -38,7 +38,7 @@ const LONG: &[&str] = &[
     "bench --locked --bench room -- zipf",
     "xtask figures arena --only warm.functions --only drop.functions \
      --only warm_pair.instructions_ratio",
-    "xtask figures field --only soak.drift --only virtual_days",
+    "xtask figures field --only virtual_days",
     "xtask figures questions --only answered --only questions.killed.cause_told \
      --only questions.profiler.64B.instructions_ratio",
 ];
