@@ -173,8 +173,10 @@ impl Shadow {
             return;
         }
         let steps = (to.now - from.now).min(STEP_MAX).as_millis() / STEP.as_millis();
-        let most = if is_seen { arrivals.iter().map(|(count, _)| *count).sum() } else { 1 };
-        let steps = u64::try_from(steps).unwrap_or(1).min(most).max(1);
+        // In each step one of the most frequent arrives: without arrivals, an empty ledger would
+        // stay empty while the real one is taken to fill.
+        let most = arrivals.iter().map(|(count, _)| *count).max().filter(|_| is_seen);
+        let steps = u64::try_from(steps).unwrap_or(1).min(most.unwrap_or(1)).max(1);
         for nth in 0..steps {
             let of = |count: u64| (nth + 1) * count / steps - nth * count / steps;
             let each = |(count, bytes): &Arrivals| float(of(*count)) * bytes;
@@ -756,6 +758,26 @@ mod tests {
         let limit = record.advice().smallest_limit().expect("enough requests");
         let exact = ByteSize::mib(50 + 4 * 8).scaled(1.0 / 0.8);
         assert!((exact..=exact.scaled(1.1)).contains(&limit), "{limit}, exact {exact}");
+    }
+
+    /// The bug: the first steps of requests of different sizes that arrived in an empty service had
+    /// no arrival, and what was reserved by their ends was taken to be released by later ones.
+    #[test]
+    fn ledgers_with_room_hold_what_the_real_one_holds() {
+        for sizes in [vec![8, 16], vec![1, 3, 8, 20, 40], vec![2; 7]] {
+            let mut record = LimitRecord::default();
+            record.add(sample(Duration::ZERO), 0.8);
+            let mut next = sample(Duration::from_secs(1));
+            for size in &sizes {
+                let class = &mut next.classes[crate::tally::class_of(ByteSize::mib(*size))];
+                class.admitted_total += 1;
+                class.admitted_bytes_total += size << 20;
+            }
+            let real = ByteSize::mib(sizes.iter().sum());
+            record.add(LimitSample { totals: requests(real), ..next }, 0.8);
+            let held = record.shadow.reserved[bucket(ByteSize::mib(1000))] / real.as_f64();
+            assert!((held - 1.0).abs() < 1e-9, "{held} of {real} in {sizes:?}");
+        }
     }
 
     #[test]
