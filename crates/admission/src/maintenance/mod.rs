@@ -673,12 +673,14 @@ impl Maintenance {
         // a half and a quarter.
         let filled = sample.required() > tick.limit.scaled(0.5)
             || is_held && ledgers().any(|ledger| ledger.utilization() > Some(0.2));
-        let before = if self.planned == Moment::NEVER { ByteSize::MAX } else { last.0 };
         // By a hundredth of the limit in an idle tick.
         let part = last.1.div_duration_f64(idle_tick).min(1.0) / 100.0;
-        let grows = sample.physical.saturating_sub(before) > tick.limit.scaled(part);
+        let grows = sample.physical.saturating_sub(last.0) > tick.limit.scaled(part);
+        // Requests may ask for one tick before its time, but not for each.
+        let is_early = last.1 < active_tick.max(self.pacer.rest());
+        let moves = self.planned != Moment::NEVER && (grows || is_early);
         let pressed = self.host.pressure.level.max(self.device.pressure.level) > Level::None;
-        if filled || grows || pressed || !self.admission.state().queue.is_empty() {
+        if filled || moves || pressed || !self.admission.state().queue.is_empty() {
             return (active_tick, 1);
         }
         let is_quiet = self.quiet_since.is_some_and(|(at, _)| tick.now - at >= self.settings.quiet);

@@ -189,9 +189,13 @@ impl Pacer {
     pub(super) fn next(&mut self, begun: Moment, cost: Duration, asked: Moment) -> Moment {
         self.costs.rotate_right(1);
         self.costs[0] = cost;
+        asked.max(begun + self.rest())
+    }
+
+    /// Returns the shortest time from one tick to the next.
+    pub(super) fn rest(&self) -> Duration {
         let least = self.costs.iter().min().copied().unwrap_or_default();
-        let rest = (least * self.per_cost).min(self.rest_max);
-        asked.max(begun + rest)
+        (least * self.per_cost).min(self.rest_max)
     }
 }
 

@@ -476,7 +476,7 @@ fn a_quiet_service_has_few_ticks_and_its_first_request_asks_for_one() {
     let admit = |rig: &Rig, mib| rig.admission.try_admit(Cost::host(ByteSize::mib(mib)));
     let _first = admit(&rig, 1).expect("admitted");
     assert!(is_asked(&rig));
-    rig.clock.advance(MILLI);
+    rig.clock.advance(10 * MILLI);
     let _ = rig.maintenance.tick(rig.clock.now());
     // A sixteenth of half of 3 GiB less the reserve is some 90 MiB.
     let _second = admit(&rig, 50).expect("admitted");
@@ -488,6 +488,29 @@ fn a_quiet_service_has_few_ticks_and_its_first_request_asks_for_one() {
     let now = rig.clock.now();
     let _ = rig.maintenance.tick(now);
     assert_eq!((rig.maintenance.next_tick() - now).as_millis(), 10, "half of the room is reserved");
+}
+
+/// The bug: each request that was rejected at a slow tick, or reserved a sixteenth of the room and
+/// had ended when the tick came, caused a tick of its own.
+#[test]
+fn requests_that_come_and_go_cause_no_more_ticks_than_twice_those_of_a_busy_service() {
+    let settings = Settings { publish_interval: None, ..Settings::default() };
+    // It fits, now and then alone, not beside less than a fifth of the allowance, and never.
+    for (held, mib) in [(0, 100), (0, 600), (60, 600), (0, 900)] {
+        let mut rig = Rig::new(settings, ByteSize::gib(1), ByteSize::mib(10));
+        rig.run(100 * MILLI);
+        let _held = rig.admission.try_admit(Cost::host(ByteSize::mib(held))).expect("admitted");
+        let (mut ticks, micro) = (0, Duration::from_micros(100));
+        for _ in 0..10_000 {
+            drop(rig.admission.try_admit(Cost::host(ByteSize::mib(mib))));
+            if rig.maintenance.next_tick() <= rig.clock.now() {
+                let _ = rig.maintenance.tick(rig.clock.now());
+                ticks += 1;
+            }
+            rig.clock.advance(micro);
+        }
+        assert!((1..=200).contains(&ticks), "{ticks} ticks in a second, {mib} MiB beside {held}");
+    }
 }
 
 /// The bug: while no limit could be read everything was admitted, whatever the limit had been.
