@@ -671,8 +671,8 @@ impl Maintenance {
         let is_held = ledgers().any(|ledger| !ledger.requests().is_zero());
         // A fifth, and a sixteenth below: sudden load in the simulation was rejected more often with
         // a half and a quarter.
-        let filled = sample.required() > tick.limit.scaled(0.5)
-            || is_held && ledgers().any(|ledger| ledger.utilization() > Some(0.2));
+        let fills = |ledger: &Ledger| ledger.requests() > ledger.request_room().scaled(0.2);
+        let filled = sample.required() > tick.limit.scaled(0.5) || ledgers().any(fills);
         // By a hundredth of the limit in an idle tick.
         let part = last.1.div_duration_f64(idle_tick).min(1.0) / 100.0;
         let grows = sample.physical.saturating_sub(last.0) > tick.limit.scaled(part);

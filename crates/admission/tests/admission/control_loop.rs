@@ -490,6 +490,29 @@ fn a_quiet_service_has_few_ticks_and_its_first_request_asks_for_one() {
     assert_eq!((rig.maintenance.next_tick() - now).as_millis(), 10, "half of the room is reserved");
 }
 
+/// Returns the milliseconds that the loop leaves to its next tick after so long.
+fn step_after(rig: &mut Rig, time: Duration) -> u128 {
+    rig.run(time);
+    let now = rig.clock.now();
+    let _ = rig.maintenance.tick(now);
+    (rig.maintenance.next_tick() - now).as_millis()
+}
+
+/// The bug: a model, or a lost device, counted as what requests had reserved, so that the loop was
+/// busy while there was a request.
+#[test]
+fn neither_models_nor_lost_devices_make_the_loop_busy() {
+    let settings = Settings { publish_interval: None, ..Settings::default() };
+    let mut rig = Rig::new(settings, ByteSize::gib(3), ByteSize::mib(10));
+    rig.memory.with(|memory| memory.sample.device.limit = Some(ByteSize::ZERO));
+    let _held = rig.admission.try_admit(Cost::host(ByteSize::mib(1))).expect("fits");
+    assert_eq!(step_after(&mut rig, 100 * MILLI), 250);
+    let model = Cost::host(ByteSize::mib(800));
+    let _model = rig.admission.try_reserve_resource(model).expect("fits");
+    rig.memory.with(|memory| memory.allocate(800 * MIB));
+    assert_eq!(step_after(&mut rig, 1000 * MILLI), 250);
+}
+
 /// The bug: each request that was rejected at a slow tick, or reserved a sixteenth of the room and
 /// had ended when the tick came, caused a tick of its own.
 #[test]
