@@ -683,7 +683,8 @@ impl Maintenance {
         if filled || moves || pressed || !self.admission.state().queue.is_empty() {
             return (active_tick, 1);
         }
-        let is_quiet = self.quiet_since.is_some_and(|(at, _)| tick.now - at >= self.settings.quiet);
+        let is_long = |(at, _): (Moment, _)| tick.now - at >= self.settings.quiet;
+        let is_quiet = !is_held && self.quiet_since.is_some_and(is_long);
         let least = if is_held { active_tick } else { idle_tick };
         let most = if is_quiet { idle_tick * 4 } else { idle_tick };
         // Requests are counted as they grow, but not C code, which may take a quarter of the room:

@@ -498,6 +498,19 @@ fn step_after(rig: &mut Rig, time: Duration) -> u128 {
     (rig.maintenance.next_tick() - now).as_millis()
 }
 
+/// The bug: the requests of a further device counted as a quiet time of all others.
+#[test]
+fn no_time_in_which_a_further_device_has_requests_is_quiet() {
+    let settings = Settings { publish_interval: None, ..Settings::default() };
+    let mut rig = Rig::new(settings, ByteSize::gib(8), ByteSize::mib(10));
+    let further = Admission::new();
+    rig.maintenance.add_device(further.clone());
+    let held = further.try_admit(Cost::device(ByteSize::mib(1))).expect("no limit");
+    assert_eq!(step_after(&mut rig, 3000 * MILLI), 250);
+    drop(held);
+    assert_eq!(step_after(&mut rig, 3000 * MILLI), 1000);
+}
+
 /// The bug: a model, or a lost device, counted as what requests had reserved, so that the loop was
 /// busy while there was a request.
 #[test]
