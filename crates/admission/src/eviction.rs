@@ -60,7 +60,7 @@ const THREADS_MAX: usize = 16;
 const CHOICES_MAX: usize = 8;
 /// The time that a round waits for its reclaimers and unloads. Slower ones go on without it.
 const ROUND_MAX: Duration = Duration::from_secs(1);
-/// The time that a load waits for a sample to find memory freed: two ticks of an idle service.
+/// The time that a load waits for a sample to find memory freed, and asks for ticks. A guess.
 const OBSERVED_MAX: Duration = Duration::from_millis(500);
 /// A request that fits once others have ended and lacks a smaller part of what unloads would release
 /// waits before they begin. A guess.
@@ -418,7 +418,6 @@ impl Evictor {
             let (evictor, of) = (Arc::clone(self), need.clone());
             let round = move || evictor.round(&of);
             let helps = elsewhere(&*self.clock, 2 * ROUND_MAX, round).unwrap_or(false);
-            admission.hurry();
             let reserved = if helps { self.observe(admission, cost) } else { None };
             self.end_round(PAUSE_MIN, helps);
             if let Some(permit) = reserved {
@@ -435,6 +434,7 @@ impl Evictor {
         let deadline = self.clock.now() + OBSERVED_MAX;
         // Ends at the deadline at the latest: each iteration waits for a part of the time.
         loop {
+            admission.hurry();
             if let Ok(permit) = admission.reserve_resource(cost, || RetryHint::Unknown) {
                 return Some(permit);
             }
@@ -782,7 +782,7 @@ mod tests {
     use std::sync::atomic::AtomicBool;
     use std::task::{Context, Wake, Waker};
 
-    use lowtide_core::clock::ManualClock;
+    use lowtide_core::clock::{ManualClock, SystemClock};
 
     use super::*;
     use crate::admission::Admission;
@@ -820,5 +820,32 @@ mod tests {
         assert_eq!((reserved(), managed.stats().loaded), (before, true));
         assert!(woken.0.load(Ordering::SeqCst), "it is woken");
         assert!(waits.as_mut().poll(&mut cx).is_ready());
+    }
+
+    /// The bug: a load asked for one tick, after which those of a quiet service come once a second,
+    /// and waited for half of that.
+    #[test]
+    fn a_load_asks_for_ticks_until_it_has_room() {
+        const PATIENCE: Duration = Duration::from_secs(20);
+        let (admission, resources) = (Admission::with_limit(ByteSize::mib(1)), Resources::new());
+        let (clock, real) = (Arc::new(ManualClock::new()), SystemClock::new());
+        resources.evict_for(&admission, clock.clone(), || {});
+        let state = admission.state();
+        let evictor = state.evictor.read().expect("no panic").clone().expect("it is set");
+        let asked = thread::scope(|scope| {
+            let load = scope.spawn(|| evictor.observe(state, Cost::host(ByteSize::mib(2))));
+            let mut asked = 0;
+            while asked < 5 && real.now() < Moment::ORIGIN + PATIENCE {
+                if !state.is_slow.swap(true, Ordering::Relaxed) {
+                    asked += 1;
+                    clock.advance(OBSERVED_STEP);
+                }
+                thread::yield_now();
+            }
+            clock.advance(OBSERVED_MAX);
+            assert!(load.join().expect("no panic").is_none(), "it never fits");
+            asked
+        });
+        assert_eq!(asked, 5);
     }
 }
