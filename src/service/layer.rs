@@ -295,8 +295,9 @@ impl MemoryLayer {
     /// [`Connections`](super::Connections). Over HTTP/2 it stays open while the server works on
     /// another request or other bytes move.
     ///
-    /// The control loop checks requests every 100 ms, those with the largest reservations if more
-    /// than 4,096 wait. Exempt requests have no limit, and none has one without a running
+    /// The control loop checks requests every 100 to 250 ms, those with the largest reservations if
+    /// more than 4,096 wait. The time since its last tick, up to a second after a quiet time, counts
+    /// for the first one. Exempt requests have no limit, and none has one without a running
     /// [`Memory`].
     pub fn with_min_data_rate(mut self, bytes_per_second: ByteSize, grace: Duration) -> Self {
         self.settings().min_data_rate = Some(MinDataRate { bytes_per_second, grace });
@@ -357,7 +358,7 @@ impl MemoryLayer {
     /// reserves 64 KiB.
     ///
     /// A client gets a report at once, and then one after each `report_interval`: 10 s if it names
-    /// none, at least 100 ms and at most an hour. A report may be 250 ms late, because the control
+    /// none, at least 100 ms and at most an hour. A report may be a second late, because the control
     /// loop wakes the streams. An invalid request ends with `INVALID_ARGUMENT` and the value. At
     /// most 256 streams are open; a further one ends with `RESOURCE_EXHAUSTED`. All end with
     /// `UNAVAILABLE` after [`Memory::set_ending`] or when the service shuts down. Without a running

@@ -133,8 +133,8 @@ impl TimeLimits {
 /// response only when a third of its buffer is free.
 const BUFFERED: ByteSize = ByteSize::mib(1);
 
-/// A read within this time after its wake is prompt. An estimate: more than two ticks at which time
-/// limits are checked.
+/// A read within this time after its wake is prompt. An estimate: the longest time between two ticks
+/// while requests are held.
 const PROMPT: Duration = Duration::from_millis(250);
 
 /// A minimum rate at which a client must send the body of a request and take the response, and the

@@ -59,13 +59,13 @@ const TREND_WEIGHT: f64 = 0.05;
 /// slowly if they hold less. A guess: honest estimates are peaks and hold a tenth on average.
 const K_EVIDENCE: f64 = 8.0;
 /// The part of the way back to its starting value that `K` moves in a tick without a measurement:
-/// half of it in three minutes of an idle service. A guess.
+/// half of it in three minutes of an idle service, or twelve of a quiet one. A guess.
 pub(super) const K_FORGETTING: f64 = 0.001;
 /// `K` is measured only if requests have reserved at least the ceiling divided by this. Below it
 /// the noise of the sample is larger than the measurement.
 pub(super) const MEASURED_PART: u64 = 32;
 /// After so many corrections without a measurement a nearly lone request counts once: two seconds
-/// of an idle service. A guess.
+/// of an idle service, or eight of a quiet one. A guess.
 pub(super) const UNMEASURED: u32 = 8;
 
 /// Returns the bytes that requests may have reserved for one more to count as nearly alone.

@@ -38,8 +38,8 @@ use std::time::Duration;
 use lowtide_core::bytes::ByteSize;
 use lowtide_core::clock::Moment;
 
-/// The time for which the process must fit: four ticks of an idle service, and a hundred of a busy
-/// one. A guess: most requests that arrived before the fit have ended.
+/// The time for which the process must fit: one to four ticks of an idle service, and a hundred of a
+/// busy one. A guess: most requests that arrived before the fit have ended.
 pub const STAYS: Duration = Duration::from_secs(1);
 /// The time for which a fit that was reached stays in force. A guess: a kubelet tries again each
 /// minute or two, by statistics that are some ten seconds old.

@@ -78,7 +78,8 @@ pub trait LargeRequest: Send + Sync {
     /// Wakes its handler.
     fn wake(&self) {}
 
-    /// Ends it if a time limit has passed, by the control loop's clock. Called about every 100 ms.
+    /// Ends it if a time limit has passed, by the control loop's clock. Called every 100 to
+    /// 250 ms, or every second in a quiet time.
     fn check_time(&self, _now: Moment) {}
 
     /// Describes it at this time, by the control loop's clock. Returns `false`, with the description
@@ -125,7 +126,7 @@ pub struct RequestMemory {
     pub claim: ByteSize,
     /// The largest number of bytes that it had on disk; zero unless it spilled.
     pub spilled: ByteSize,
-    /// The time since it was admitted, to about 250 ms.
+    /// The time since it was admitted, to about a second.
     pub age: Duration,
     /// `true` if it was cancelled.
     pub is_cancelled: bool,

@@ -253,7 +253,7 @@ pub struct AdmissionStats {
     /// How often a reservation was suspended, since start: that of a request whose body is slow to
     /// arrive while others wait for room.
     pub suspended_total: u64,
-    /// The time since the oldest running request was admitted, to 250 ms: of those that have
+    /// The time since the oldest running request was admitted, to a second: of those that have
     /// reserved at least 64 KiB, are measured, and have waited for something. Zero without one.
     pub oldest_permit: Duration,
     /// `true` in [observe mode](crate::AdmissionMode::Observe).

@@ -7,8 +7,8 @@
 //!
 //! Invariants: each tick first corrects a ledger and then shares the room, so that no headroom is
 //! computed from an old allowance; the figures of one device change the allowance of no other;
-//! `next > now`, and `next - now <= idle_tick`; a purge happens only for pressure or exhaustion, an
-//! unload, an operator's request, growth ([`Settings::purge_growth`]), or if
+//! `next > now`, and `next - now <= 4 x idle_tick`; a purge happens only for pressure or exhaustion,
+//! an unload, an operator's request, growth ([`Settings::purge_growth`]), or if
 //! `purgeable - decaying + free blocks of the C library > max(purge_floor, purge_part x live)`;
 //! levels depend on physical bytes, allowances on required ones.
 

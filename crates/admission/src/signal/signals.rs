@@ -466,7 +466,7 @@ enum CountedBy {
 /// The maximum age of a full reading while memory moves: limits that change, and memory of others
 /// that replaces page cache, show only in the next one.
 const MOVING_MAX: Duration = Duration::from_millis(100);
-/// The same while nothing moves: two of three ticks of an idle service then read one or two files.
+/// The same while nothing moves: two of three idle ticks of 250 ms then read one or two files.
 const STILL_MAX: Duration = Duration::from_millis(750);
 /// The time between two looks for another cgroup and other limits of the process.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
