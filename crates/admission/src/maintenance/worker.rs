@@ -55,15 +55,15 @@ impl Worker {
     /// Runs one job on this thread. A panic of the job is caught and counted.
     pub fn run(&mut self, job: Job, clock: &dyn Clock) {
         let _background = background();
-        let done = caught(|| self.work(job, clock));
-        if done.is_err() {
-            self.panics += 1;
-            if let Job::Purge { trigger } = job
-                && trigger.is_paced()
-            {
-                let asked = self.state.purgeable_by(trigger);
-                self.purge.finish(asked, ByteSize::ZERO, clock.now());
-            }
+        let Job::Purge { trigger } = job else {
+            self.panics += u64::from(caught(|| self.work(job, clock)).is_err());
+            return;
+        };
+        let asked = self.state.purgeable_by(trigger);
+        let recovered = caught(|| self.hands.purge(trigger));
+        self.panics += u64::from(recovered.is_err());
+        if trigger.is_paced() {
+            self.purge.finish(asked, recovered.unwrap_or_default(), clock.now());
         }
     }
 
@@ -74,16 +74,7 @@ impl Worker {
     }
 
     fn work(&mut self, job: Job, clock: &dyn Clock) {
-        let now = clock.now();
-        if let Job::Purge { trigger } = job {
-            let asked = self.state.purgeable_by(trigger);
-            let recovered = self.hands.purge(trigger);
-            if trigger.is_paced() {
-                self.purge.finish(asked, recovered, clock.now());
-            }
-            return;
-        }
-        let before = self.resources.releases_total();
+        let (now, before) = (clock.now(), self.resources.releases_total());
         match job {
             Job::Reclaim { step } => {
                 let Some(step) = self.steps.get(step) else { return };
