@@ -296,8 +296,7 @@ impl MemoryLayer {
     /// another request or other bytes move.
     ///
     /// The control loop checks requests every 100 to 250 ms, those with the largest reservations if
-    /// more than 4,096 wait. The time since its last tick, up to a second after a quiet time, counts
-    /// for the first one. Exempt requests have no limit, and none has one without a running
+    /// more than 4,096 wait. Exempt requests have no limit, and none has one without a running
     /// [`Memory`].
     pub fn with_min_data_rate(mut self, bytes_per_second: ByteSize, grace: Duration) -> Self {
         self.settings().min_data_rate = Some(MinDataRate { bytes_per_second, grace });

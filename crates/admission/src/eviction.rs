@@ -188,7 +188,7 @@ pub(super) enum RetryHint {
 /// Makes room by unloading idle resources.
 pub(super) struct Evictor {
     pool: Box<dyn EvictionSource>,
-    clock: Arc<dyn Clock>,
+    pub(super) clock: Arc<dyn Clock>,
     /// Called after the unloads, before the room is used: releases the memory that they left in the
     /// heap.
     after: Box<dyn Fn() + Send + Sync>,

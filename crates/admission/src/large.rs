@@ -273,6 +273,12 @@ impl LargeRequests {
         Moment::after_origin(Duration::from_nanos(self.now.load(Ordering::Relaxed)))
     }
 
+    /// Sets the time that is taken for that of the last tick.
+    pub(super) fn set_now(&self, now: Moment) {
+        let nanos = u64::try_from(now.since_origin().as_nanos()).unwrap_or(u64::MAX);
+        self.now.store(nanos, Ordering::Relaxed);
+    }
+
     /// Wakes all requests, when the control loop ends.
     pub(super) fn wake_all(&self) {
         self.each().for_each(|request| request.wake());
@@ -286,8 +292,7 @@ impl LargeRequests {
     /// Wakes cancelled requests, and cancels one if the level is critical. Called by the control
     /// loop at each tick.
     pub(super) fn tend(&self, level: Level, now: Moment) {
-        let nanos = u64::try_from(now.since_origin().as_nanos()).unwrap_or(u64::MAX);
-        self.now.store(nanos, Ordering::Relaxed);
+        self.set_now(now);
         self.check_time(now);
         let had_cancelled = self.has_cancelled.swap(false, Ordering::Acquire);
         if !had_cancelled && level < Level::Critical {

@@ -544,6 +544,10 @@ impl AdmissionState {
             && let Ok(bell) = self.bell.try_read()
             && let Some(bell) = &*bell
         {
+            // The tick comes at once. Its request must not seem to be as old as the last one.
+            if let Some(evictor) = self.evictor.try_read().ok().and_then(|of| of.clone()) {
+                self.large.set_now(evictor.clock.now());
+            }
             bell.ring();
         }
     }
@@ -973,8 +977,8 @@ impl AdmissionState {
         self.unified.store(true, Ordering::Relaxed);
     }
 
-    /// Returns the time of the control loop's last tick, which is at most one period old. No clock
-    /// is read.
+    /// Returns the time of the control loop's last tick, or that at which a request has asked for
+    /// the next one. No clock is read.
     #[inline]
     #[must_use]
     pub fn last_tick(&self) -> Moment {

@@ -283,7 +283,8 @@ impl Resources {
     /// The unloads run on temporary threads. When the unloads of one step have ended, `after` is
     /// called on one of those threads, before the room is used. Purge the heap there.
     ///
-    /// The registry is not kept alive. A second call replaces the first.
+    /// The registry is not kept alive. A second call replaces the first. `clock` is that of the
+    /// control loop.
     pub fn evict_for(
         &self,
         admission: &Admission,
