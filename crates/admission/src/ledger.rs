@@ -97,7 +97,7 @@ pub struct Ledger {
     allowance: AtomicU64,
     /// More reserved bytes are a reason for the next tick; at most the allowance. Written by the
     /// control loop only.
-    pub(crate) watched: AtomicU64,
+    watched: AtomicU64,
     /// Written by the control loop only.
     ceiling: AtomicU64,
     /// The most bytes that a resource may have if nothing else is reserved. Written by the control
@@ -616,6 +616,11 @@ impl Ledger {
         let (reserved, allowance) = (self.reserved().get(), self.allowance().get());
         let watched = reserved + allowance.saturating_sub(reserved) / parts;
         self.watched.store(watched.min(allowance), Ordering::Relaxed);
+    }
+
+    /// Returns `true` if the reservation of these bytes is a reason for the next tick.
+    pub(crate) fn is_watched(&self, bytes: ByteSize) -> bool {
+        !bytes.is_zero() && self.reserved().saturating_add(bytes) >= read(&self.watched)
     }
 
     /// Publishes how the room is shared. Called by one owner.

@@ -276,8 +276,7 @@ impl AdmissionState {
         }
         let decided = self.decide(waits, cost, priority, label);
         // Now, so that the tick finds what was reserved.
-        let reserved = self.host.reserved().saturating_add(cost.host);
-        if reserved.get() >= self.host.watched.load(Ordering::Relaxed) {
+        if self.host.is_watched(cost.host) || self.device.is_watched(cost.device) {
             self.hurry();
         }
         let permit = match decided {

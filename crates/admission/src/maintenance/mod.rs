@@ -420,6 +420,7 @@ impl Maintenance {
         self.planned = next;
         state.is_slow.store(next - now > active_tick, Ordering::Relaxed);
         state.host.watch(watched);
+        state.device.watch(watched);
         self.state.publish(&figures);
         self.state.post_all(jobs);
         jobs

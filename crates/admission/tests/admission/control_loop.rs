@@ -511,6 +511,22 @@ fn no_time_in_which_a_further_device_has_requests_is_quiet() {
     assert_eq!(step_after(&mut rig, 3000 * MILLI), 1000);
 }
 
+/// The bug: requests that need only device memory, and those that did not find it, asked for no
+/// tick, and found the room that arenas had released up to 250 ms later.
+#[test]
+fn requests_ask_for_a_tick_by_the_room_of_the_device_too() {
+    let settings = Settings { publish_interval: None, ..Settings::default() };
+    let mut rig = Rig::new(settings, ByteSize::gib(8), ByteSize::mib(10));
+    rig.memory.with(|memory| memory.sample.device.limit = Some(ByteSize::gib(10)));
+    let admit = |rig: &Rig, mib| rig.admission.try_admit(Cost::device(ByteSize::mib(mib)));
+    let _held = admit(&rig, 1).expect("no limit yet");
+    for (mib, fits, asks) in [(100, true, false), (500, true, true), (7900, false, true)] {
+        assert_eq!(step_after(&mut rig, 500 * MILLI), 250);
+        assert_eq!(admit(&rig, mib).is_ok(), fits, "{mib} MiB");
+        assert_eq!(rig.maintenance.next_tick() <= rig.clock.now(), asks, "{mib} MiB");
+    }
+}
+
 /// The bug: a model, or a lost device, counted as what requests had reserved, so that the loop was
 /// busy while there was a request.
 #[test]
