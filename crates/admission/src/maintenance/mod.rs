@@ -687,7 +687,7 @@ impl Maintenance {
         let is_long = |(at, _): (Moment, _)| tick.now - at >= self.settings.quiet;
         let is_quiet = !is_held && self.quiet_since.is_some_and(is_long);
         let least = if is_held { active_tick } else { idle_tick };
-        let most = if is_quiet { idle_tick * 4 } else { idle_tick };
+        let most = if is_quiet { idle_tick.saturating_mul(4) } else { idle_tick };
         // Requests are counted as they grow, but not C code, which may take a quarter of the room:
         // at 1 GB/s a byte in a nanosecond.
         let to_fill = Duration::from_nanos(tick.most.saturating_sub(needs).get() / 4);

@@ -527,6 +527,18 @@ fn requests_ask_for_a_tick_by_the_room_of_the_device_too() {
     }
 }
 
+/// The bug: each tick of a quiet time panicked if idle ticks were to come never.
+#[test]
+fn a_quiet_service_may_do_without_ticks() {
+    let settings =
+        Settings { publish_interval: None, idle_tick: Duration::MAX, ..Settings::default() };
+    let mut rig = Rig::new(settings, ByteSize::gib(1), ByteSize::mib(10));
+    for second in 0..3 {
+        let _ = rig.maintenance.tick(Moment::after_origin(Duration::from_secs(second)));
+        assert_eq!(rig.maintenance.next_tick(), Moment::NEVER);
+    }
+}
+
 /// The bug: a model, or a lost device, counted as what requests had reserved, so that the loop was
 /// busy while there was a request.
 #[test]
