@@ -539,7 +539,7 @@ impl AdmissionState {
 
     /// Lets the control loop tick now if its next tick comes late.
     pub(super) fn hurry(&self) {
-        if self.is_slow.swap(false, Ordering::Relaxed)
+        if self.is_slow.swap(false, Ordering::AcqRel)
             && let Ok(bell) = self.bell.try_read()
             && let Some(bell) = &*bell
         {

@@ -412,13 +412,15 @@ impl Maintenance {
         decided.chain(self.climb(&tick)).flatten().for_each(|job| jobs.insert(job));
         let due = self.post_due(&tick, &mut jobs);
         let active_tick = self.settings.active_tick;
+        // What begins to wait from now on asks for a tick. The step sees what waited before.
+        state.is_slow.swap(true, Ordering::AcqRel);
         let (step, watched) = self.step(&tick, needs, before);
         // A job that is already due has been posted: check again after an active tick at the
         // earliest.
         let next = due.max(now + active_tick).min(now + step);
         debug_assert!(next > now, "the next tick is not in the future");
         self.planned = next;
-        state.is_slow.store(next - now > active_tick, Ordering::Relaxed);
+        state.is_slow.fetch_and(next - now > active_tick, Ordering::Relaxed);
         state.host.watch(watched);
         state.device.watch(watched);
         self.state.publish(&figures);
