@@ -12,6 +12,8 @@ use std::ops::{Add, Sub};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use crate::fork::Birth;
+
 /// A point in time, stored as the time since its clock's origin.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize), serde(transparent))]
@@ -100,6 +102,7 @@ pub trait Clock: fmt::Debug + Send + Sync {
 pub struct Bell {
     rung: Mutex<bool>,
     changed: Condvar,
+    birth: Birth,
 }
 
 /// A bell is the waker of a thread that polls a future and waits in between.
@@ -117,10 +120,13 @@ impl Bell {
     }
 
     /// Wakes the waiting thread. If no thread waits, the next wait returns at once. Sets a flag
-    /// under a short lock; does not allocate.
+    /// under a short lock; does not allocate. Does nothing in a forked child, which has no thread
+    /// that waits.
     pub fn ring(&self) {
-        *held(&self.rung) = true;
-        self.changed.notify_all();
+        if self.birth.is_here() {
+            *held(&self.rung) = true;
+            self.changed.notify_all();
+        }
     }
 
     /// Wakes waiting threads so that they check the time again.
@@ -133,19 +139,15 @@ impl Bell {
     /// is called again after each wake-up.
     fn wait(&self, left: impl Fn() -> Option<Duration>) -> bool {
         let mut rung = held(&self.rung);
-        loop {
-            if std::mem::take(&mut *rung) {
-                return true;
+        while !std::mem::take(&mut *rung) {
+            let left = left().unwrap_or(Duration::MAX);
+            if left.is_zero() {
+                return false;
             }
-            rung = match left() {
-                Some(Duration::ZERO) => return false,
-                Some(left) => {
-                    let waited = self.changed.wait_timeout(rung, left);
-                    waited.unwrap_or_else(PoisonError::into_inner).0
-                }
-                None => self.changed.wait(rung).unwrap_or_else(PoisonError::into_inner),
-            };
+            let waited = self.changed.wait_timeout(rung, left);
+            rung = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
+        true
     }
 }
 
@@ -297,6 +299,28 @@ mod tests {
             assert!(clock.wait_until(&bell, Moment::NEVER));
             assert!(!clock.wait_until(&bell, clock.now()));
         }
+    }
+
+    /// The bug: a child waited for ever if another thread of its parent held the bell's lock.
+    #[test]
+    #[expect(unsafe_code, reason = "a fork is a C call")]
+    fn a_child_does_not_ring_the_bell_of_its_parent() {
+        let bell = Bell::new();
+        let rung = held(&bell.rung);
+        // SAFETY: the child loads an atomic and calls `alarm` and `_exit`, all async-signal-safe.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: as above. Without a handler the signal ends the child.
+            unsafe { libc::alarm(20) };
+            bell.ring();
+            // SAFETY: as above.
+            unsafe { libc::_exit(0) };
+        }
+        let mut status = -1;
+        // SAFETY: waits for the child, and writes to a valid place.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0, "it has waited for the lock");
+        assert!(!*rung);
     }
 
     #[test]

@@ -36,6 +36,12 @@ pub fn around(before: Option<extern "C" fn()>, after: extern "C" fn()) {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Birth(u64);
 
+impl Default for Birth {
+    fn default() -> Self {
+        Self::now()
+    }
+}
+
 impl Birth {
     /// Returns the generation of the current process.
     #[must_use]

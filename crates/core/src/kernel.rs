@@ -42,13 +42,7 @@ impl Statm {
 /// Parses a decimal number that fills `text`, except for surrounding spaces.
 #[must_use]
 pub fn number(text: &[u8]) -> Option<u64> {
-    let text = text.trim_ascii();
-    let mut value = 0_u64;
-    for byte in text {
-        let digit = char::from(*byte).to_digit(10)?;
-        value = value.checked_mul(10)?.checked_add(digit.into())?;
-    }
-    (!text.is_empty()).then_some(value)
+    str::from_utf8(text.trim_ascii()).ok()?.parse().ok()
 }
 
 /// Returns the amount in the line `key <n> kB` of `status`, `meminfo` or `smaps`.

@@ -183,9 +183,7 @@ pub(crate) fn end() {
     let _ = flush_thread_cache();
     let _ = ctl::THREAD_ARENA.write(BEFORE.get());
     SPILLING.fetch_sub(1, Relaxed);
-    if REGION.get().is_some_and(|it| it.birth.is_here()) {
-        BELL.ring();
-    }
+    BELL.ring();
 }
 
 /// Waits if the file has three windows in memory, until the pager has dropped another one.

@@ -44,7 +44,7 @@ pub(super) struct Figures {
 }
 
 /// The jobs for the worker, and the figures of the last tick for the worker, metrics and endpoints.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct PressureState {
     pub(super) figures: Mutex<Figures>,
     physical_peak: AtomicU64,
@@ -58,14 +58,6 @@ pub struct PressureState {
     /// The control loop tries the lock; what it missed is part of its next sample.
     pub(super) limits: Mutex<LimitRecord>,
     birth: Birth,
-}
-
-impl Default for PressureState {
-    fn default() -> Self {
-        let (figures, limits, closed, bell) = Default::default();
-        let ([physical_peak, ticks, late, pending], birth) = (Default::default(), Birth::now());
-        Self { figures, physical_peak, ticks, late, pending, closed, bell, limits, birth }
-    }
 }
 
 impl PressureState {
