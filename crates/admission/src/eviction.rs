@@ -838,7 +838,9 @@ mod tests {
             while asked < 5 && real.now() < Moment::ORIGIN + PATIENCE {
                 if !state.is_slow.swap(true, Ordering::Relaxed) {
                     asked += 1;
-                    clock.advance(OBSERVED_STEP);
+                    // Only then, as it waits from the time that it finds.
+                    assert!(clock.wait_for_waiters(1, PATIENCE));
+                    clock.advance(if asked < 5 { OBSERVED_STEP } else { OBSERVED_MAX });
                 }
                 thread::yield_now();
             }
