@@ -712,24 +712,3 @@ fn without_a_memory_nothing_is_ended() {
     body.ends();
     assert!(poll(&mut slow).is_ready());
 }
-
-/// The bug: the time since the last tick, up to a second in a quiet time, counted as held.
-#[test]
-fn the_first_request_after_a_quiet_time_has_all_of_its_time() {
-    let bed = Bed::with_limit(ByteSize::gib(16));
-    let state = bed.memory.admission().state();
-    for _ in 0..5 {
-        bed.clock.advance(Duration::from_secs(1));
-        until("a tick", || state.last_tick() == bed.clock.now());
-    }
-    bed.clock.advance(Duration::from_millis(900));
-    let task = Arc::default();
-    let handler = |_| pending::<Result<Response<Empty<Bytes>>, Infallible>>();
-    let layer = bed.layer().with_max_hold(Duration::from_millis(500));
-    let mut held = call(&layer, post(&Fed::default()), handler);
-    assert!(poll_in(&task, held.as_mut()).is_pending());
-    until("a tick", || state.last_tick() == bed.clock.now());
-    bed.pass(Duration::from_millis(300));
-    assert!(!task.is_woken());
-    drop(held);
-}

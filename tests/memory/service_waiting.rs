@@ -57,11 +57,7 @@ pub(crate) struct Bed {
 
 impl Bed {
     pub(crate) fn new() -> Self {
-        Self::with_limit(ByteSize::mib(256))
-    }
-
-    pub(crate) fn with_limit(limit: ByteSize) -> Self {
-        let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(limit));
+        let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(256)));
         let builder = Memory::builder().clock(clock.clone()).signals(tree.open());
         let memory = builder.device(DeviceChoice::None).start().expect("starts");
         Self { memory, clock, _tree: tree }

@@ -539,14 +539,14 @@ impl AdmissionState {
 
     /// Lets the control loop tick now if its next tick comes late.
     pub(super) fn hurry(&self) {
-        if self.is_slow.swap(false, Ordering::AcqRel)
-            && let Ok(bell) = self.bell.try_read()
-            && let Some(bell) = &*bell
-        {
-            // The tick comes at once. Its request must not seem to be as old as the last one.
-            if let Some(evictor) = self.evictor.try_read().ok().and_then(|of| of.clone()) {
-                self.large.set_now(evictor.clock.now());
-            }
+        if !self.is_slow.swap(false, Ordering::AcqRel) {
+            return;
+        }
+        // The tick comes at once. Its request must not seem to be as old as the last one.
+        if let Some(evictor) = self.evictor.try_read().ok().and_then(|of| of.clone()) {
+            self.large.set_now(evictor.clock.now());
+        }
+        if let Some(bell) = self.bell.try_read().ok().and_then(|of| of.clone()) {
             bell.ring();
         }
     }

@@ -498,6 +498,19 @@ fn step_after(rig: &mut Rig, time: Duration) -> u128 {
     (rig.maintenance.next_tick() - now).as_millis()
 }
 
+/// The bug: the time since the last tick, up to a second in a quiet time, counted as held, so that
+/// the time limits of the first request passed early.
+#[test]
+fn the_first_request_after_a_quiet_time_has_all_of_its_time() {
+    let settings = Settings { publish_interval: None, ..Settings::default() };
+    let mut rig = Rig::new(settings, ByteSize::gib(8), ByteSize::mib(10));
+    rig.resources.evict_for(&rig.admission, rig.clock.clone(), || {});
+    assert_eq!(step_after(&mut rig, 3000 * MILLI), 1000);
+    rig.clock.advance(900 * MILLI);
+    let _first = rig.admission.try_admit(Cost::host(ByteSize::mib(1))).expect("fits");
+    assert_eq!(rig.admission.state().last_tick(), rig.clock.now());
+}
+
 /// The bug: the requests of a further device counted as a quiet time of all others.
 #[test]
 fn no_time_in_which_a_further_device_has_requests_is_quiet() {
