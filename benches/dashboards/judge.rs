@@ -65,7 +65,9 @@ pub(crate) async fn boards(
 ) -> Result<(), BoxError> {
     let queries = read()?;
     for query in &queries {
-        let (what, is_empty) = match found(&prometheus.range(&query.expr, time).await?) {
+        // One event shows at a constant rate, and before and after it nothing.
+        let shown = query.expr.trim_end_matches(if query.is_annotation { "" } else { " > 0" });
+        let (what, is_empty) = match found(&prometheus.range(shown, time).await?) {
             Found::Nothing => ("no series", true),
             Found::Constant if !query.is_annotation => ("no series that changes", false),
             Found::Constant | Found::Changing => continue,
@@ -95,11 +97,10 @@ pub(crate) async fn rules(
     time: &Range<u64>,
     report: &mut Report,
 ) -> Result<(), BoxError> {
-    let mut all = 0;
     let groups = prometheus.api("rules").await?;
-    for rule in list(&groups["groups"]).iter().flat_map(|group| list(&group["rules"])) {
+    let rules = list(&groups["groups"]).iter().flat_map(|group| list(&group["rules"]));
+    for rule in rules.clone() {
         let name = text(&rule["name"]);
-        all += 1;
         report
             .expect(rule["health"] == "ok", || format!("{name}: not evaluated, or with an error"));
         if rule["type"] == "recording"
@@ -109,8 +110,8 @@ pub(crate) async fn rules(
             report.fault(format!("{name}: no series"), named.map(|[.., why]| why));
         }
     }
-    report.expect(all > 0, || "Prometheus has read no rules".to_owned());
-    println!("{all} rules");
+    report.expect(rules.clone().count() > 0, || "Prometheus has read no rules".to_owned());
+    println!("{} rules", rules.count());
     Ok(())
 }
 
