@@ -126,7 +126,7 @@ pub(crate) trait AnyResource: Send + Sync {
 
 /// The registry of a service's resources. Cheap to clone; all clones share one list. In a forked
 /// child it is empty, and none can be added.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 pub struct Resources {
     members: Arc<Members>,
     birth: Birth,
@@ -145,7 +145,7 @@ impl Resources {
     /// Creates an empty registry.
     #[must_use]
     pub fn new() -> Self {
-        Self { members: Arc::default(), birth: Birth::now() }
+        Self::default()
     }
 
     /// Adds a resource of any type.
@@ -346,12 +346,6 @@ impl Resources {
             recovered = recovered.saturating_add(release(wanted));
         }
         recovered
-    }
-}
-
-impl Default for Resources {
-    fn default() -> Self {
-        Self::new()
     }
 }
 
