@@ -80,7 +80,8 @@ pub fn watch_growth() -> Arc<Bell> {
         let _ = unsafe { THREAD_EVENT.write(event) };
         IS_ON.store(true, Relaxed);
     }
-    Arc::clone(bell)
+    // That of the parent does not ring in a child.
+    if birth.is_here() { Arc::clone(bell) } else { Bell::new() }
 }
 
 /// Ends the checkpoints of this process: no sample follows.
