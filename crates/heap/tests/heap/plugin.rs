@@ -14,7 +14,9 @@ use std::thread;
 use test_fork::test;
 
 const SOURCE: &str = r#"
-lowtide_heap::global_allocator!(balanced);
+// Its pages wait for the purge: by the default decay time, the background thread releases some
+// before it on a slow machine, or is at work on an arena, which a purge then leaves to it.
+lowtide_heap::global_allocator!(balanced, dirty_decay_ms: 3_600_000);
 
 /// Allocates and frees this many MiB, and returns how many were released.
 #[unsafe(no_mangle)]
@@ -76,7 +78,8 @@ fn a_library_with_this_allocator_is_loaded_at_run_time_and_survives_its_close() 
     // SAFETY: the handle is open, and is closed once.
     assert_eq!(unsafe { libc::dlclose(library) }, 0);
     assert!(is_mapped(), "its threads run on");
-    let released = threads.into_iter().map(|thread| thread.join().expect("no panic"));
-    assert!(released.sum::<u64>() > 0);
+    for thread in threads {
+        thread.join().expect("no panic");
+    }
     assert!(run(64) >= 56, "the heap works on");
 }
