@@ -39,6 +39,7 @@ use super::managed::Resources;
 use super::pressure::{Level, PressureTracker, Thresholds};
 use super::reclaim::{ReclaimBackoff, ReclaimStep, STEPS_MAX, due};
 use super::signal::{Limit, LimitSource};
+use super::state::AdmissionState;
 use super::tally::{AdmissionStats, BudgetCounts};
 use purging::{RetainedGrowth, purgeable_now};
 use saturation::{Saturation, add_utilizations};
@@ -380,9 +381,9 @@ impl Maintenance {
     /// if a request has asked for one since.
     #[must_use]
     pub fn next_tick(&self) -> Moment {
-        let (last, is_slow) = (self.host.at, &self.admission.state().is_slow);
-        let was_slow = self.planned - last > self.settings.active_tick;
-        if was_slow && !is_slow.load(Ordering::Relaxed) { last } else { self.planned }
+        let was_slow = self.planned - self.host.at > self.settings.active_tick;
+        let is_asked = self.states().any(|state| !state.is_slow.load(Ordering::Relaxed));
+        if was_slow && is_asked { self.host.at } else { self.planned }
     }
 
     /// Takes a sample, decides, publishes the figures and posts the jobs for the worker. Returns
@@ -413,16 +414,17 @@ impl Maintenance {
         let due = self.post_due(&tick, &mut jobs);
         let active_tick = self.settings.active_tick;
         // What begins to wait from now on asks for a tick. The step sees what waited before.
-        state.is_slow.swap(true, Ordering::AcqRel);
+        self.states().for_each(|of| _ = of.is_slow.swap(true, Ordering::AcqRel));
         let (step, watched) = self.step(&tick, needs, before);
         // A job that is already due has been posted: check again after an active tick at the
         // earliest.
         let next = due.max(now + active_tick).min(now + step);
         debug_assert!(next > now, "the next tick is not in the future");
         self.planned = next;
-        state.is_slow.fetch_and(next - now > active_tick, Ordering::Relaxed);
-        state.host.watch(watched);
-        state.device.watch(watched);
+        if next - now <= active_tick {
+            self.states().for_each(|state| state.is_slow.store(false, Ordering::Relaxed));
+        }
+        self.accounts().for_each(|account| account.ledger.watch(watched));
         self.state.publish(&figures);
         self.state.post_all(jobs);
         jobs
@@ -568,8 +570,7 @@ impl Maintenance {
             }),
         };
         (figures.sample, figures.limit, figures.ceiling_parts) = (*sample, limit, parts);
-        let share = self.settings.ceiling;
-        let device_ceiling = part_of(device_limit, share);
+        let device_ceiling = part_of(device_limit, self.settings.ceiling);
         let (mark, none) = (self.settings.thresholds.down[0], ByteSize::ZERO);
         let Sample { physical, purgeable, outgrown, spilled, .. } = *sample;
         for (account, [physical, purgeable, outgrown, spilled], limit, ceiling) in [
@@ -585,7 +586,7 @@ impl Maintenance {
             figures.wanted[nth] = above.saturating_add(spilled);
         }
         for (nth, device) in self.further.iter_mut().enumerate() {
-            device.update_device(self.sensor.further_device(nth), share, now);
+            device.update_device(self.sensor.further_device(nth), self.settings.ceiling, now);
         }
         let utilizations = self.accounts().map(|account| account.ledger.utilization());
         add_utilizations(&mut figures.utilizations, turnover.time, utilizations);
@@ -599,9 +600,13 @@ impl Maintenance {
         [&self.host, &self.device].into_iter().chain(&self.further)
     }
 
+    /// Returns the state of each admission: one for the host and the first device.
+    fn states(&self) -> impl Iterator<Item = &'static AdmissionState> {
+        self.accounts().skip(1).map(|account| account.admission.state())
+    }
+
     /// Records the needs of requests for the advice on limits, unless it is too early.
     fn record_limits(&mut self, tick: &Tick) {
-        let required = tick.sample.required();
         if tick.now - self.recorded < STEP {
             return;
         }
@@ -609,11 +614,11 @@ impl Maintenance {
         let (totals, correction) = (self.host.ledger.totals(), &self.host.correction);
         let by_level = [RejectReason::Pressure, RejectReason::Exhausted];
         let of_requests = totals.requests.scaled(correction.correction_factor);
-        let without_requests = required.saturating_sub(of_requests);
+        let without_requests = tick.sample.required().saturating_sub(of_requests);
         let limits = LimitSample {
             now: tick.now,
             limit: tick.limit,
-            required,
+            required: tick.sample.required(),
             totals,
             other: if tick.limit < ByteSize::MAX { correction.other } else { without_requests },
             correction_factor: correction.correction_factor,
@@ -631,8 +636,7 @@ impl Maintenance {
     /// Returns the saturation.
     fn saturate(&mut self, tick: &Tick) -> f64 {
         let (state, now) = (self.admission.state(), tick.now);
-        let further = self.further.iter().map(|device| device.admission.state().sheds_total());
-        let total = state.sheds_total() + further.sum::<u64>();
+        let total = self.states().map(AdmissionState::sheds_total).sum();
         let last = self.saturation.shed_at;
         // An instance that shuts down sheds to others, which are to have room.
         let sheds = self.saturation.has_recent_shed(now, total) && !state.is_closed();

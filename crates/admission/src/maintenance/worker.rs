@@ -122,16 +122,14 @@ pub fn run_control(
     bell: &Arc<Bell>,
     stop: &AtomicBool,
 ) {
-    let admission = maintenance.admission.state();
-    replace(&admission.bell, Some(Arc::clone(bell)));
+    maintenance.states().for_each(|state| replace(&state.bell, Some(Arc::clone(bell))));
     maintenance.due = clock.now();
     // Ends when `stop` is set; each iteration waits until the next sample.
     while !stop.load(Ordering::Acquire) {
         clock.wait_until(bell, maintenance.turn(clock));
     }
-    replace(&admission.bell, None);
     // After the last tick: no deadline passes any more.
-    admission.queue.end();
+    maintenance.admission.state().queue.end();
 }
 
 impl Maintenance {

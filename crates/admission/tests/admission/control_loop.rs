@@ -10,9 +10,9 @@ use std::time::Duration;
 use lowtide_admission::ByteSize;
 use lowtide_admission::clock::{Bell, Clock, ManualClock, Moment};
 use lowtide_admission::{
-    Admission, Budget, Cost, ExhaustionPolicy, Job, Level, Limit, LimitSource, Maintenance,
-    MaintenanceActions, Managed, Permit, Priority, RejectReason, Rejected, Resources, Sample,
-    Sensor, Settings, Trigger,
+    Admission, Budget, Cost, DeviceFigures, ExhaustionPolicy, Job, Level, Limit, LimitSource,
+    Maintenance, MaintenanceActions, Managed, Permit, Priority, RejectReason, Rejected, Resources,
+    Sample, Sensor, Settings, Trigger,
 };
 use lowtide_core::sync::lock;
 
@@ -70,6 +70,10 @@ impl Sensor for FakeSensor {
             assert!(!memory.panics, "a sensor panics");
             memory.sample
         })
+    }
+
+    fn further_device(&self, _nth: usize) -> DeviceFigures {
+        self.0.with(|memory| memory.sample.device)
     }
 }
 
@@ -525,18 +529,23 @@ fn no_time_in_which_a_further_device_has_requests_is_quiet() {
 }
 
 /// The bug: requests that need only device memory, and those that did not find it, asked for no
-/// tick, and found the room that arenas had released up to 250 ms later.
+/// tick, and found the room that arenas had released up to 250 ms later. So did those of further
+/// devices.
 #[test]
-fn requests_ask_for_a_tick_by_the_room_of_the_device_too() {
+fn requests_ask_for_a_tick_by_the_room_of_each_device_too() {
     let settings = Settings { publish_interval: None, ..Settings::default() };
     let mut rig = Rig::new(settings, ByteSize::gib(8), ByteSize::mib(10));
     rig.memory.with(|memory| memory.sample.device.limit = Some(ByteSize::gib(10)));
-    let admit = |rig: &Rig, mib| rig.admission.try_admit(Cost::device(ByteSize::mib(mib)));
-    let _held = admit(&rig, 1).expect("no limit yet");
-    for (mib, fits, asks) in [(100, true, false), (500, true, true), (7900, false, true)] {
-        assert_eq!(step_after(&mut rig, 500 * MILLI), 250);
-        assert_eq!(admit(&rig, mib).is_ok(), fits, "{mib} MiB");
-        assert_eq!(rig.maintenance.next_tick() <= rig.clock.now(), asks, "{mib} MiB");
+    let further = Admission::new();
+    rig.maintenance.add_device(further.clone());
+    for admission in [rig.admission.clone(), further] {
+        let admit = |mib| admission.try_admit(Cost::device(ByteSize::mib(mib)));
+        let _held = admit(1).expect("no limit yet");
+        for (mib, fits, asks) in [(100, true, false), (500, true, true), (7900, false, true)] {
+            assert_eq!(step_after(&mut rig, 500 * MILLI), 250);
+            assert_eq!(admit(mib).is_ok(), fits, "{mib} MiB");
+            assert_eq!(rig.maintenance.next_tick() <= rig.clock.now(), asks, "{mib} MiB");
+        }
     }
 }
 
