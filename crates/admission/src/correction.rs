@@ -58,15 +58,14 @@ const TREND_WEIGHT: f64 = 0.05;
 /// `K` falls at the full rate if requests hold one in so many of their reserved bytes, and more
 /// slowly if they hold less. A guess: honest estimates are peaks and hold a tenth on average.
 const K_EVIDENCE: f64 = 8.0;
-/// The part of the way back to its starting value that `K` moves in a tick without a measurement:
-/// half of it in three minutes of an idle service, or twelve of a quiet one. A guess.
-pub(super) const K_FORGETTING: f64 = 0.001;
+/// The part of the way back to its starting value that `K` moves in a second without a measurement:
+/// half of it in three minutes. A guess.
+pub(super) const K_FORGETTING: f64 = 0.004;
 /// `K` is measured only if requests have reserved at least the ceiling divided by this. Below it
 /// the noise of the sample is larger than the measurement.
 pub(super) const MEASURED_PART: u64 = 32;
-/// After so many corrections without a measurement a nearly lone request counts once: two seconds
-/// of an idle service, or eight of a quiet one. A guess.
-pub(super) const UNMEASURED: u32 = 8;
+/// After this time without a measurement a nearly lone request counts once. A guess.
+pub(super) const UNMEASURED: Duration = Duration::from_secs(2);
 
 /// Returns the bytes that requests may have reserved for one more to count as nearly alone.
 pub(super) fn few(ceiling: ByteSize) -> ByteSize {
@@ -235,8 +234,8 @@ pub(crate) struct Correction {
     quiet: bool,
     /// `K` before anything is measured.
     start: f64,
-    /// Updates since `K` was last measured.
-    unmeasured: u32,
+    /// The time since `K` was last measured.
+    unmeasured: Duration,
     pub(super) alone: ByteSize,
     /// The bytes that must become free before `alone` is above 0; [`ByteSize::MAX`] while `K` is
     /// measured.
@@ -284,7 +283,7 @@ impl Correction {
 
     /// Returns `true` if nothing was measured for a while, so that a nearly lone request counts
     /// once.
-    pub(super) const fn trusts_lone(&self) -> bool {
+    pub(super) fn trusts_lone(&self) -> bool {
         self.unmeasured >= UNMEASURED
     }
 
@@ -320,9 +319,9 @@ impl Correction {
         let beside = few(measured.ceiling).scaled(self.correction_factor);
         let lone = measured.ceiling.saturating_sub(self.unowned);
         self.most = lone.scaled(1.0 / self.correction_factor).max(lone.saturating_sub(beside));
-        (self.alone, self.alone_debt) = match self.unmeasured {
-            UNMEASURED.. => (room.saturating_sub(beside), beside.saturating_sub(room)),
-            _ => (ByteSize::ZERO, ByteSize::MAX),
+        (self.alone, self.alone_debt) = match self.trusts_lone() {
+            true => (room.saturating_sub(beside), beside.saturating_sub(room)),
+            false => (ByteSize::ZERO, ByteSize::MAX),
         };
         room.scaled(1.0 / self.correction_factor).saturating_add(totals.units)
     }
@@ -333,8 +332,8 @@ impl Correction {
     /// growth is attributed to that resource.
     fn learn_base(&mut self, totals: LedgerTotals, required: ByteSize, measured: Measured) {
         let quiet = totals.requests <= few(measured.ceiling);
-        let requests = if quiet { totals.held() } else { ByteSize::ZERO };
-        let requests = requests.scaled(self.correction_factor);
+        let requests =
+            if quiet { totals.held().scaled(self.correction_factor) } else { ByteSize::ZERO };
         let held = required.saturating_sub(totals.settled).saturating_sub(requests);
         let may_grow = quiet && self.quiet && !totals.is_loading();
         self.base = if may_grow { held } else { self.base.min(held) };
@@ -345,9 +344,11 @@ impl Correction {
     }
 
     fn learn_k(&mut self, totals: LedgerTotals, required: ByteSize, sample: Measured) {
+        let time = sample.turnover.time;
         if totals.requests.is_zero() || totals.requests < few(sample.ceiling) {
-            self.unmeasured = self.unmeasured.saturating_add(1);
-            self.correction_factor += K_FORGETTING * (self.start - self.correction_factor);
+            self.unmeasured = self.unmeasured.saturating_add(time);
+            let part = (K_FORGETTING * time.as_secs_f64()).min(1.0);
+            self.correction_factor += part * (self.start - self.correction_factor);
             return;
         }
         let requests = totals.held();
@@ -355,11 +356,11 @@ impl Correction {
             // Measured requests that hold little yet: no evidence.
             return;
         }
-        if self.unmeasured >= UNMEASURED {
+        if self.trusts_lone() {
             // The last measurement is too old.
             (self.peaks, self.overhead) = (Peaks::new(), Overhead::NONE);
         }
-        self.unmeasured = 0;
+        self.unmeasured = Duration::ZERO;
         // The bytes of all resources are subtracted, loaded or not, so that a load does not look
         // like a wrong estimate.
         let held = required.saturating_sub(self.base).saturating_sub(totals.resource_reservations);
@@ -375,16 +376,15 @@ impl Correction {
             // What measured requests hold is known, however much of their bodies has arrived, also
             // if that is all that they reserved.
             if evident {
-                self.overhead.add(held.as_f64(), requests.as_f64(), sample.turnover.time);
+                self.overhead.add(held.as_f64(), requests.as_f64(), time);
                 let measured = self.overhead.correction_factor();
                 self.correction_factor = measured.unwrap_or(self.correction_factor);
             }
             return;
         }
         // The part of `K` that may decay.
-        let times = sample.turnover.time.as_secs_f64() / K_DECAY_TIME.as_secs_f64();
-        let decay = K_DECAY * times.clamp(1.0, K_DECAY_TIMES);
-        let decay = if rising || !evident { 0.0 } else { decay };
+        let times = time.div_duration_f64(K_DECAY_TIME).clamp(1.0, K_DECAY_TIMES);
+        let decay = if rising || !evident { 0.0 } else { K_DECAY * times };
         let decayed = self.correction_factor * (1.0 - decay * (K_EVIDENCE * measured).min(1.0));
         // With few reserved bytes, memory held in addition counts once, as part of `other`.
         let most = if evident { K_MAX } else { self.correction_factor };
@@ -476,8 +476,8 @@ pub(super) mod tests {
         let mut correction = Correction::starting_at(1.0);
         let _ = correction.update(requests(200), sample(500, 0));
         assert!(correction.correction_factor > 2.0, "{}", correction.correction_factor);
-        for _ in 0..20_000 {
-            let _ = correction.update(requests(0), sample(0, 0));
+        for _ in 0..30 * 60 {
+            let _ = correction.update(requests(0), after(1000, 0, 0, 0));
         }
         assert!(
             (correction.correction_factor - 1.0).abs() < 0.01,
@@ -504,7 +504,7 @@ pub(super) mod tests {
         }
         assert!((correction.correction_factor - K_MIN).abs() < 1e-9);
         // Too little is reserved to measure against.
-        let _ = correction.update(requests(1), sample(500, 0));
+        let _ = correction.update(requests(1), after(1000, 0, 0, 500));
         assert!((correction.correction_factor - K_MIN - K_FORGETTING).abs() < 1e-9);
     }
 
@@ -569,8 +569,8 @@ pub(super) mod tests {
                 "{}",
                 correction.correction_factor
             );
-            for _ in 0..4 * 60 * 30 {
-                let _ = correction.update(requests(0), sample(10, 0));
+            for _ in 0..30 * 60 {
+                let _ = correction.update(requests(0), after(1000, 0, 0, 10));
             }
             assert!(
                 (correction.correction_factor - K_START).abs() < 0.01,

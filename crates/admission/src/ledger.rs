@@ -606,9 +606,8 @@ impl Ledger {
     pub(crate) fn wait_for(&self, short: &InsufficientBudget) -> Option<Duration> {
         let drain = NonZero::new(self.drain.load(Ordering::Relaxed))?.get();
         let missing = short.reserved.saturating_add(short.asked).saturating_sub(short.allowance);
-        let millis = u128::from(missing.get()) * 1000 / u128::from(drain);
-        let least = self.pause_ms.load(Ordering::Relaxed);
-        Some(Duration::from_millis(u64::try_from(millis).unwrap_or(u64::MAX).max(least)))
+        let millis = missing.get().saturating_mul(1000) / drain;
+        Some(Duration::from_millis(millis.max(self.pause_ms.load(Ordering::Relaxed))))
     }
 
     /// Makes the reservation of one in `parts` of the room a reason for the next tick.
@@ -811,7 +810,8 @@ mod tests {
     }
 
     /// The bug: `K` starts at 2 and is learned from admitted requests only, so that one which fits
-    /// once but not twice was rejected forever, even without other requests.
+    /// once but not twice was rejected forever, even without other requests. Later it was rejected
+    /// for eight ticks, which may be 80 ms or 8 s.
     #[test]
     fn a_large_request_was_refused_for_ever_by_a_k_that_nothing_measured() {
         let ledger = Ledger::new();
@@ -828,13 +828,18 @@ mod tests {
         ledger.release(ByteSize::mib(620));
         ledger.correct(&mut correction, sample(100, 0));
         assert!(ledger.try_book(large).is_err(), "K was measured a moment ago, and it is high");
-        let mut waits = 0;
-        while ledger.try_book(large).is_err() {
-            ledger.correct(&mut correction, sample(100, 0));
-            waits += 1;
+        for tick in [10, 250, 1000].map(Duration::from_millis) {
+            let turnover = RequestRate { time: tick, ..RequestRate::default() };
+            let mut later = correction.clone();
+            let mut waited = Duration::ZERO;
+            while ledger.try_book(large).is_err() {
+                ledger.correct(&mut later, Measured { turnover, ..sample(100, 0) });
+                waited += tick;
+            }
+            assert_eq!(waited, UNMEASURED);
+            ledger.release(large);
+            ledger.correct(&mut correction.clone(), sample(100, 0));
         }
-        assert_eq!(waits, UNMEASURED - 1);
-        ledger.release(large);
     }
 
     #[test]
