@@ -236,7 +236,7 @@ impl Ledger {
             let few = few(self.ceiling()).get();
             let all = requests.saturating_add(bytes.get());
             requests <= few && bytes.get() <= self.alone()
-                || (requests <= held.get() || all <= few) && all <= self.single().get()
+                || all <= self.single().get() && (requests <= held.get() || all <= few)
         })
     }
 

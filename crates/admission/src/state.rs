@@ -28,7 +28,7 @@ use super::learning::LASTS;
 use super::ledger::{Booked, InsufficientBudget, Ledger, Reservation, ResourceHold};
 use super::permit::{Permit, Waiting};
 use super::pressure::Level;
-use super::tally::{AdmissionStats, BudgetCounts, STRIPES, Shard, ShardId, Tally, used};
+use super::tally::{AdmissionStats, BudgetCounts, STRIPES, Shard, Tally, used};
 use super::turns::{Turn, Turns};
 use super::unused::PurgeablePages;
 use super::usage::Usages;
@@ -181,29 +181,28 @@ impl AdmissionState {
         let ceiling = self.host.ceiling();
         let may_fit = cost.host <= ceiling && ceiling < ByteSize::MAX && priority < Priority::High;
         // If it does not fit, that is the only reason, and nothing makes room for it.
-        if may_fit
-            && !(self.observes() || self.evicts() || self.unowned.load(Ordering::Relaxed) != 0)
-            && let Some(tally) = self.plain(cost, priority)
-        {
-            self.host.try_book(cost.host).map_err(|short| self.reject_at_once(short))?;
+        let is_simple = may_fit
+            && !(self.observes() || self.evicts() || self.unowned.load(Ordering::Relaxed) != 0);
+        let Some(tally) = is_simple.then(|| self.plain(cost, priority)).flatten() else {
+            let decided = self.try_admit(None, cost, priority, None);
+            return decided.map_err(|rejected| self.reject(rejected));
+        };
+        let Err(short) = self.host.try_book(cost.host) else {
             self.hurry();
             return Ok(self.admitted(tally, cost.host));
-        }
-        self.try_admit(None, cost, priority, None).map_err(|rejected| self.reject(rejected))
-    }
-
-    /// Rejects a request, and counts it, for which the host has no room and nothing makes room.
-    fn reject_at_once(&self, short: InsufficientBudget) -> Rejected {
-        let (budget, asked) = (Budget::Host, short.asked);
+        };
         if self.is_slow.load(Ordering::Relaxed) {
             self.hurry();
         }
-        self.lacked.fetch_min(asked.get(), Ordering::Relaxed);
-        let retry_after = self.retry_after(self.host.wait_for(&short));
-        self.count_rejection(RejectReason::Full, Some((budget, asked)));
-        let [reserved, allowance] =
-            [short.reserved, short.allowance].map(|of| self.host.in_bytes(of));
-        Rejected::Full { budget, asked, reserved, allowance, retry_after }
+        // Nothing is loaded, so these are bytes.
+        let InsufficientBudget { asked, reserved, allowance } = short;
+        if asked.get() < self.lacked.load(Ordering::Relaxed) {
+            self.lacked.fetch_min(asked.get(), Ordering::Relaxed);
+        }
+        let (budget, retry_after) = (Budget::Host, self.retry_after(self.host.wait_for(&short)));
+        tally.rejected(RejectReason::Full, Some((budget, asked)));
+        self.sheds.fetch_add(1, Ordering::Relaxed);
+        Err(Rejected::Full { budget, asked, reserved, allowance, retry_after })
     }
 
     /// Like [`Admission::try_admit_with`](super::Admission::try_admit_with), but a rejection is not
@@ -804,10 +803,9 @@ impl AdmissionState {
         Tally::here(&self.tallies)
     }
 
-    /// Returns a number that differs from one rejected request to the next, and between threads.
+    /// Returns a number that differs from one rejected request to the next.
     fn spread(&self) -> u64 {
-        let nth = self.sheds_total().wrapping_mul(STRIPES as u64) + ShardId::here().0 as u64;
-        nth.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32
+        self.sheds_total().wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32
     }
 
     /// Returns the wakers of the watches that wait for a change of the level, by number.
@@ -919,8 +917,9 @@ impl AdmissionState {
     /// pressure to 4 s at critical, a guess. Up to as much again is added, by a number that differs
     /// between requests, so that clients do not return at once.
     fn retry_after(&self, wait: Option<Duration>) -> Duration {
-        let seconds = wait.map_or_else(|| 1 + u64::from(self.level().as_u8()), whole_seconds);
-        let seconds = seconds.clamp(1, RETRY_MAX.as_secs() / 2);
+        let by_level = || 1 + u64::from(self.level.load(Ordering::Relaxed) & !CLOSED);
+        let most = RETRY_MAX.as_secs() / 2;
+        let seconds = wait.map_or_else(by_level, |wait| whole_seconds(wait).clamp(1, most));
         // Three seconds at least, or those that were rejected together come back together.
         Duration::from_secs(seconds + self.spread() % (seconds + 1).max(3))
     }
