@@ -23,8 +23,8 @@ use super::snapshot::MemorySnapshot;
 ///
 /// It runs while a handle exists: this one, a clone, or a handle from [`Memory::admission`], which
 /// every layer holds. Dropping the last handle without [`Memory::shutdown_blocking`] ends the
-/// threads and logs a warning. It waits only for the flight recorder's thread, if there is one, for
-/// up to 100 ms.
+/// threads, with a warning if requests run. It waits only for the flight recorder's thread, if
+/// there is one, for up to 100 ms.
 ///
 /// ```
 /// use lowtide::{ByteSize, Memory};
