@@ -207,8 +207,9 @@ impl Needs {
 pub struct Room {
     /// The bytes that all requests together may reserve.
     pub all: ByteSize,
-    /// The most bytes that may be held in total while other requests run, zero otherwise.
-    pub shared: ByteSize,
+    /// The most bytes that may become free: all that may be held in total while other requests run,
+    /// otherwise also what idle resources have.
+    pub most: ByteSize,
     /// The highest estimate of a request that may be the first of its route: it runs alone.
     pub first: ByteSize,
 }
@@ -220,19 +221,20 @@ pub(crate) const FIRST_PART: f64 = 4.0 / 3.0;
 impl Room {
     /// The room without a limit.
     pub const UNLIMITED: Self =
-        Self { all: ByteSize::MAX, shared: ByteSize::ZERO, first: ByteSize::MAX };
+        Self { all: ByteSize::MAX, most: ByteSize::MAX, first: ByteSize::MAX };
 
     /// Returns the most that a request of a route with this mean need reserves because of what
     /// others held: two thirds of the room, so that two such requests do not fit together and small
     /// requests fit next to one. Otherwise, after one huge request, no request of the route would
     /// be admitted, so the need would never be measured again.
     ///
-    /// If memory is almost exhausted, the room may be much less than the mean. Then a request needs
-    /// its mean while others run, and one that runs alone reserves two thirds of what there is.
+    /// If memory is almost exhausted, or resources fill it, the room may be much less than the mean.
+    /// Then a request needs its mean while others run, or if an idle resource can be evicted, and
+    /// one that runs alone reserves two thirds of what there is.
     pub fn limit(self, mean: ByteSize) -> ByteSize {
-        let (all, shared) = (self.all.get() / 3 * 2, self.shared.get() / 3 * 2);
+        let (all, most) = (self.all.get() / 3 * 2, self.most.get() / 3 * 2);
         // Not zero, since a request that reserves nothing is always admitted.
-        ByteSize::new(all.max(mean.get().min(shared))).max(COMPARED_MIN)
+        ByteSize::new(all.max(mean.get().min(most))).max(COMPARED_MIN)
     }
 }
 
@@ -701,7 +703,7 @@ mod tests {
     const ROOM: Room = alone(ByteSize::mib(200));
 
     const fn alone(all: ByteSize) -> Room {
-        Room { all, shared: ByteSize::ZERO, first: all }
+        Room { all, most: all, first: all }
     }
 
     fn of(needs: &Needs, estimate: ByteSize, is_declared: bool) -> Compared {
@@ -903,7 +905,7 @@ mod tests {
         let request = of(&needs, MIB, true);
         (0..LESSONS_MIN).for_each(|_| request.learn(ByteSize::mib(20)));
         let all = ByteSize::mib(6);
-        let beside = Room { shared: ByteSize::mib(240), ..alone(all) };
+        let beside = Room { most: ByteSize::mib(240), ..alone(all) };
         assert_eq!(request.claim(beside), ByteSize::mib(20));
         assert_eq!(request.claim(alone(all)), ByteSize::mib(4), "or it is never measured again");
         (0..1_000).for_each(|_| request.learn(ByteSize::gib(1)));

@@ -130,6 +130,9 @@ pub struct Ledger {
     settled: AtomicU64,
     /// What work in progress had taken of `unheld` at the last tick.
     pub(crate) taken: AtomicU64,
+    /// What requests may reserve in addition if idle resources are evicted. Written by the control
+    /// loop only.
+    pub(crate) evictable: AtomicU64,
     /// The part of the requests' reservations whose need was not known when they were admitted.
     pub(crate) unlearned: AtomicU64,
     /// The part of the requests' reservations that belongs to suspended ones.
@@ -148,9 +151,9 @@ impl Ledger {
     pub(crate) fn begin(&self, ceiling: ByteSize, correction_factor: f64) {
         debug_assert!(self.reserved().is_zero(), "{} are reserved", self.reserved());
         let Self { alone, alone_resources, single, reserved_headroom, drain, pause_ms, .. } = self;
-        let Self { units, resource_reservations, settled, .. } = self;
+        let Self { units, resource_reservations, settled, evictable, .. } = self;
         let Self { unheld, taken, unlearned, suspended, observed, .. } = self;
-        let resources = [units, resource_reservations, settled, alone_resources, taken];
+        let resources = [units, resource_reservations, settled, evictable, alone_resources, taken];
         let requests = [&self.reserved, unheld, unlearned, suspended, observed, alone, single];
         let sharing = [reserved_headroom, drain, pause_ms];
         for figure in resources.into_iter().chain(requests).chain(sharing) {
@@ -528,22 +531,20 @@ impl Ledger {
     /// is known. While single requests are admitted, it is the ceiling: a claim that was limited to
     /// the room left would admit a request that needs more.
     pub fn request_room(&self) -> ByteSize {
-        let allowance = self.allowance();
-        if allowance == ByteSize::MAX {
-            return allowance;
+        match self.allowance() {
+            ByteSize::MAX => ByteSize::MAX,
+            _ if !self.single().is_zero() => self.ceiling(),
+            allowance => allowance.saturating_sub(read(&self.units)),
         }
-        if !self.single().is_zero() {
-            return self.ceiling();
-        }
-        allowance.saturating_sub(read(&self.units))
     }
 
     /// Returns the room for learned reservations.
     #[inline]
     pub fn learned_room(&self) -> Room {
-        let ceiling = self.ceiling();
-        let shared = if self.requests() <= few(ceiling) { ByteSize::ZERO } else { ceiling };
-        Room { all: self.request_room(), shared, first: ceiling.scaled(FIRST_PART) }
+        let (ceiling, all) = (self.ceiling(), self.request_room());
+        let is_lone = self.requests() <= few(ceiling);
+        let most = if is_lone { all.saturating_add(read(&self.evictable)) } else { ceiling };
+        Room { all, most, first: ceiling.scaled(FIRST_PART) }
     }
 
     /// Returns the reserved part of the allowance; `None` if no limit is known. Above 1 if more is

@@ -736,8 +736,7 @@ impl AdmissionState {
     /// Returns the rejection of a request during the slow start of its route, of which so many run.
     #[cold]
     pub fn slow_start(&self, running: u32) -> Rejected {
-        let retry_after = self.retry_after(Some(LASTS));
-        Rejected::SlowStart { running, retry_after }
+        Rejected::SlowStart { running, retry_after: self.retry_after(Some(LASTS)) }
     }
 
     /// Counts a running request as cancelled, since it holds more than `most`.

@@ -633,9 +633,12 @@ impl Maintenance {
         }
     }
 
-    /// Returns the saturation.
+    /// Publishes what requests may reserve if resources are evicted. Returns the saturation.
     fn saturate(&mut self, tick: &Tick) -> f64 {
         let (state, now) = (self.admission.state(), tick.now);
+        let Cost { host, device } = state.by_budget(self.resources.evictable());
+        let spare = host.scaled(1.0 / self.host.correction.correction_factor);
+        state.host.evictable.store(spare.get(), Ordering::Relaxed);
         let total = self.states().map(AdmissionState::sheds_total).sum();
         let last = self.saturation.shed_at;
         // An instance that shuts down sheds to others, which are to have room.
@@ -649,7 +652,6 @@ impl Maintenance {
         let mut value = 1.0;
         if !is_short {
             // The largest part that is taken of a budget.
-            let Cost { host, device } = state.by_budget(self.resources.evictable());
             value = self.host.ledger.saturation(host).max(self.device.ledger.saturation(device));
             for device in &self.further {
                 value = value.max(device.ledger.saturation(ByteSize::ZERO));

@@ -404,6 +404,27 @@ fn a_resource_is_unloaded_within_a_tick_of_its_time_and_the_heap_is_purged_after
     assert_eq!(unloads, 1, "asked for once");
 }
 
+/// The bug: beside an idle model a request was admitted for two thirds of the room that the model
+/// left, whatever it needed, and cancelled because it outgrew that. The model could have gone.
+#[test]
+fn a_request_reserves_its_need_if_an_idle_resource_can_make_room_for_it() {
+    let mut rig = Rig::new(Settings::default(), ByteSize::mib(1000), ByteSize::mib(100));
+    let model = Managed::builder("model", || Ok(())).cost(Cost::host(ByteSize::mib(500)));
+    let model = model.build(rig.clock.clone(), Some(rig.admission.clone()));
+    assert_eq!(rig.resources.add(&model), Ok(()));
+    rig.run(100 * MILLI);
+    let guard = model.acquire_blocking().expect("fits");
+    rig.memory.with(|memory| memory.allocate(500 * MIB));
+    let need = |rig: &Rig| {
+        rig.admission.ledger(Budget::Host).learned_room().limit(ByteSize::mib(200)).get() / MIB
+    };
+    rig.run(300 * MILLI);
+    assert_eq!(need(&rig), 66, "two thirds of the room beside a model in use");
+    drop(guard);
+    rig.run(300 * MILLI);
+    assert_eq!(need(&rig), 200);
+}
+
 /// A service with a resource of this cost that is loaded and idle.
 fn with_idle(cost: ByteSize) -> (Rig, Managed<()>) {
     let mut rig = Rig::new(Settings::default(), ByteSize::mib(1000), ByteSize::mib(300));
