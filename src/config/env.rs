@@ -334,9 +334,10 @@ mod tests {
             ("LOWTIDE_PROFIL", "balanced"),
             ("LOWTIDE_METRICS_INTERVAL", "0s"),
             ("LOWTIDE_DEVICE_LIMIT", "0"),
+            ("LOWTIDE_SPILL_MAX", "127m"),
         ])
-        .expect_err("eight faults");
-        assert_eq!(error.faults.len(), 8, "{error}");
+        .expect_err("nine faults");
+        assert_eq!(error.faults.len(), 9, "{error}");
         let text = error.to_string();
         for part in [
             "LOWTIDE_MEMORY_LIMIT",
@@ -349,6 +350,7 @@ mod tests {
             "\"soon\"",
             "unknown variable LOWTIDE_PROFIL: did you mean LOWTIDE_PROFILE?",
             "above zero",
+            "LOWTIDE_SPILL_MAX=\"127m\": expected an amount of memory of at least 128m",
         ] {
             assert!(text.contains(part), "{part:?} is missing in: {text}");
         }

@@ -397,7 +397,7 @@ settings! {
     // An estimate: four times the memory of most containers that need it.
     spill_max as spill_max: ByteSize = fixed(ByteSize::gib(4)),
         "LOWTIDE_SPILL_MAX": "the most that requests spill to disk together, e.g. 4g",
-        SIZE;
+        SPILL_SIZE;
 }
 
 impl Config {

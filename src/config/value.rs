@@ -55,6 +55,7 @@ macro_rules! formats {
 const NEVER: &str = "a duration such as 500ms, 30s or 5m above zero, or never";
 const ABOVE_ZERO: &str = "an amount of memory above zero";
 
+#[cfg(feature = "device")]
 pub(super) const SIZE: Format<ByteSize> =
     Format { expected: ABOVE_ZERO, parse: str::parse, accepts: |size| !size.is_zero() };
 pub(super) const SIZE_IF_ANY: Format<Option<ByteSize>> = Format {
@@ -66,6 +67,9 @@ pub(super) const SIZE_IF_ANY: Format<Option<ByteSize>> = Format {
 formats! {
     RATIO: f64 = "a number in (0, 1], or a percentage up to 100%", part,
         |ratio| *ratio > 0.0 && *ratio <= 1.0;
+    // The heap refuses less, too, without a name of the setting.
+    SPILL_SIZE: ByteSize = "an amount of memory of at least 128m", |text| text.parse().ok(),
+        |size| *size >= ByteSize::mib(128);
     #[cfg(feature = "device")]
     SHARE: f64 = "a number in [0, 1), or a percentage below 100%", part,
         |share| (0.0..1.0).contains(share);

@@ -243,6 +243,10 @@ impl Builder {
             (signals, heap)
         };
         check_limit(config, &signals, clock, diagnostics)?;
+        if config.admission_mode.value == AdmissionMode::Observe {
+            let text = "observe mode: every request is admitted, so nothing keeps the limit";
+            diagnostics.push(Diagnostic::info("admission", text.to_owned()));
+        }
         if let Some(dir) = config.spill_dir.value.as_deref().filter(|_| !self.is_detached) {
             heap::spill_into(dir, config.spill_max.value).map_err(StartError::Spill)?;
         } else if config.spill_max.source != Source::Default && config.spill_dir.value.is_none() {

@@ -388,7 +388,7 @@ fn resource_since(
 ) {
     let rose = |total: fn(&ResourceStats) -> u64| total(now) > was.map_or(0, total);
     if rose(|of| of.loads_failed_total) {
-        tell("load", &now.name, "load failed".to_owned());
+        tell("load", &now.name, "load failed; the log has the error".to_owned());
     }
     for why in UnloadReason::ALL {
         if now.unloads_total(why) > was.map_or(0, |of| of.unloads_total(why)) {
@@ -503,7 +503,7 @@ mod tests {
             "limit host: limit 512.0 MiB, was 1.0 GiB",
             "sleep a: fell asleep",
             "wake a: woke",
-            "load m: load failed",
+            "load m: load failed; the log has the error",
             "unload m: unloaded: pressure",
             "load m: loaded",
             "reclaim c: 3.0 MiB released",

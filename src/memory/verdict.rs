@@ -156,6 +156,7 @@ fn rejections(
     };
     let recent = recent.filter_map(|event| Some((event, reason(event)?)));
     let (most, why) = recent.max_by_key(|(event, _)| event.sum)?;
+    let ceiling = snapshot.host.ceiling;
     let cause = match why {
         RejectReason::Full => full(shared, snapshot, breakdown),
         RejectReason::Pressure => format!(
@@ -163,28 +164,18 @@ fn rejections(
             Level::High.name(),
             used(snapshot, breakdown)
         ),
-        RejectReason::TooLarge => format!(
-            "each needs more than the ceiling of {}; look for a client that sends unusually large \
-             requests",
-            snapshot.host.ceiling
-        ),
-        RejectReason::Exhausted => {
-            format!("memory that no request owns fills the ceiling of {}", snapshot.host.ceiling)
+        RejectReason::TooLarge => {
+            format!("each needs more than the ceiling of {ceiling}; find out who sends them")
         }
+        RejectReason::Exhausted => format!("memory outside requests fills the {ceiling} ceiling"),
         RejectReason::SlowStart => {
-            "large requests arrived together at routes that are not measured yet; it \
-                         ends after eight successes"
-                .to_owned()
+            "large requests met at routes not measured yet; eight successes end it".to_owned()
         }
         RejectReason::Outgrown => {
-            "they held far more than they had reserved while memory was short; the events \
-                       `cancel` name their routes"
-                .to_owned()
+            "more was held than reserved; the events `cancel` name the routes".to_owned()
         }
-        RejectReason::HeldTooLong => "they held their memory for longer than they may".to_owned(),
-        RejectReason::DeviceLost => {
-            "the device that they need is lost; restart the process".to_owned()
-        }
+        RejectReason::HeldTooLong => "memory was held for longer than allowed".to_owned(),
+        RejectReason::DeviceLost => "the device is lost; restart the process".to_owned(),
         _ => why.name().to_owned(),
     };
     let (count, reason) = (most.sum, &most.about);

@@ -10,7 +10,9 @@ use lowtide::config::{DeviceChoice, Source};
 use lowtide::device::Region;
 use lowtide::memory::{Builder, Diagnostic, MemoryError, StartError};
 use lowtide::{ByteSize, Memory};
-use lowtide_admission::{Budget, Cost, RejectReason, Rejected, ResourceError, Signals};
+use lowtide_admission::{
+    AdmissionMode, Budget, Cost, RejectReason, Rejected, ResourceError, Signals,
+};
 use test_fork::test;
 use tracing_subscriber::layer::SubscriberExt as _;
 
@@ -412,6 +414,17 @@ fn a_limit_below_what_the_process_holds_already_is_refused_at_start() {
         "{note}"
     );
     assert!(memory.shutdown_blocking(SOON).is_clean());
+}
+
+#[test]
+fn a_start_in_observe_mode_says_that_nothing_keeps_the_limit() {
+    for (mode, count) in [(AdmissionMode::Observe, 1), (AdmissionMode::Enforce, 0)] {
+        let memory = quiet().admission_mode(mode).start().expect("starts");
+        let told = about(&memory, "admission");
+        assert_eq!(told.len(), count, "{told:?}");
+        assert!(told.iter().all(|text| text.starts_with("observe mode")), "{told:?}");
+        assert!(memory.shutdown_blocking(SOON).is_clean());
+    }
 }
 
 /// The bug: five warnings named files, and none said that no request would ever be shed.

@@ -94,8 +94,9 @@ pub(in crate::service) fn check_host<B>(
     let is_known = address(host).is_some()
         || host.eq_ignore_ascii_case("localhost")
         || names.iter().any(|name| host.eq_ignore_ascii_case(name));
-    let unknown = "unknown host: expected localhost, an IP address or a configured name";
-    is_known.then_some(()).ok_or_else(|| refuse("unknown_host", unknown))
+    let expected = "expected localhost, an IP address or a name given to `with_hosts`";
+    let unknown = || refuse("unknown_host", format!("unknown host {host:?}: {expected}"));
+    is_known.then_some(()).ok_or_else(unknown)
 }
 
 /// Returns the single host of a request: from its header, its URI (HTTP/2), or both if equal.

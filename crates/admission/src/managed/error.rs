@@ -142,7 +142,7 @@ pub enum ResourceError {
         max: usize,
     },
     /// A resource, or a reclaimer, of this name is registered.
-    #[error("{name:?} is already registered")]
+    #[error("a resource or reclaimer {name:?} is already registered: expected another name")]
     Duplicate {
         /// The name.
         name: Arc<str>,
