@@ -277,7 +277,7 @@ impl MaintenanceExecutor {
                 record::tenant(&of, &mut to.to(&[label("tenant", &of.name)]));
             }
         }
-        let requests = routes.iter().map(|route| route.live).sum();
+        let requests = routes.iter().map(|route| route.live).chain(heap::in_progress()).sum();
         to.put(name::PRESSURE_PART, &[], Breakdown::new(snapshot, requests).by_label());
     }
 

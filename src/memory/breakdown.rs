@@ -125,8 +125,7 @@ impl Breakdown {
                     || (name.len() + 4 > ARENA_NAME_MAX && resource.name.starts_with(name))
             };
             let arena = snapshot.heap_arenas.iter().find(|(name, _)| is_of(name));
-            let in_heap = arena.map_or(ByteSize::ZERO, |(_, arena)| arena.live);
-            let active = arena.map_or(ByteSize::ZERO, |(_, arena)| arena.active);
+            let (in_heap, active) = arena.map(|(_, it)| (it.live, it.active)).unwrap_or_default();
             rest.take_from(&mut live, PartKind::Resource, Some(&resource.name), in_heap);
             let measured = resource.measured.unwrap_or_default().host;
             // Measured by the growth of the process, which includes arenas in host memory.

@@ -345,7 +345,8 @@ impl Shared {
     /// Divides the physical memory of a snapshot among its holders.
     pub(super) fn breakdown(&self, snapshot: &MemorySnapshot) -> Breakdown {
         let routes = self.here(|shared| shared.admission.state().routes.read());
-        Breakdown::new(snapshot, routes.iter().map(|of| of.live).sum())
+        let of_polls = self.here(|_| heap::in_progress());
+        Breakdown::new(snapshot, routes.iter().map(|of| of.live).chain(of_polls).sum())
     }
 
     /// Returns all figures; in a forked child only those that need no lock.

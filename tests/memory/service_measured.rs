@@ -16,6 +16,7 @@ use http::{Request, Response, StatusCode};
 use http_body_util::Full;
 use lowtide::clock::{Clock, ManualClock, SystemClock};
 use lowtide::config::DeviceChoice;
+use lowtide::memory::PartKind;
 use lowtide::service::{MemoryLayer, RequestBody, RequestPermit};
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{Admission, Budget, Cost, RejectReason};
@@ -42,7 +43,7 @@ struct Bed {
     memory: Memory,
     clock: Arc<ManualClock>,
     service: Ask,
-    _tree: Tree,
+    tree: Tree,
 }
 
 impl Bed {
@@ -57,7 +58,7 @@ impl Bed {
         let builder = Memory::builder().clock(of_all.clone()).signals(tree.open());
         let memory = builder.device(DeviceChoice::None).start().expect("starts");
         let service = service(memory.admission(), of_all, handler, slowly);
-        Self { memory, clock, service, _tree: tree }
+        Self { memory, clock, service, tree }
     }
 
     /// A request that was polled once.
@@ -441,6 +442,27 @@ fn what_a_poll_has_allocated_is_held_before_the_poll_ends() {
     assert!(bed.set(running).is_ok(), "set once");
     assert_eq!(service.call("/", LARGE).err(), Some(StatusCode::OK));
     assert_eq!(service.reserved(), ByteSize::ZERO);
+}
+
+/// The bug: what a poll had allocated was told as live heap outside requests until the poll ended.
+#[test]
+fn what_a_poll_has_allocated_is_told_as_memory_of_requests() {
+    let memory: Arc<OnceLock<Memory>> = Arc::default();
+    let of_handler = Arc::clone(&memory);
+    let mut bed = Bed::new(handler(move |_| {
+        let memory = Arc::clone(&of_handler);
+        async move {
+            let kept = block(32);
+            let breakdown = memory.get().expect("it runs").report().breakdown();
+            let held = breakdown.total(PartKind::Requests);
+            assert!((ByteSize::mib(32)..ByteSize::mib(33)).contains(&held), "{breakdown:?}");
+            drop(kept);
+        }
+    }));
+    bed.tree.hold(100);
+    bed.clock.advance(Duration::from_secs(1));
+    assert!(memory.set(bed.memory.clone()).is_ok(), "set once");
+    assert_eq!(bed.call("/", LARGE).err(), Some(StatusCode::OK));
 }
 
 /// The bug: a poll that needed more than the limit ended the process. Others saw its growth as
