@@ -306,7 +306,7 @@ macro_rules! rows {
         = RejectReason::ALL.map(|reason| (reason.name(), admission.rejected_total(reason))),
         "Requests rejected, by reason (too_large, full, pressure, shutting_down, exhausted, \
          slow_start, device_lost, outgrown, slow_client, held_too_long). The last three had been \
-         admitted, and were ended while they ran.";
+         admitted, and were ended unless their answers came first.";
     Detail Gauge "lowtide_admission_observe_mode" = admission.observe_mode,
         "1 in observe mode, else 0.";
     Detail Counter "lowtide_admission_observed_total" ["reason"]
