@@ -144,9 +144,12 @@ fn run_once(base: &Cell, mix: Mix, limit: Option<usize>) -> Result<Outcome, BoxE
     let nanos = process::threads(service.child.id()).unwrap_or_default();
     let cpu: f64 = nanos.iter().map(|(_, nanos)| Duration::from_nanos(*nanos).as_secs_f64()).sum();
     let loads = runtime.block_on(common::http::get(&client(), &format!("http://{to}/loads")));
+    let kills = service.end();
+    // The time of a killed service is not known.
+    let cpu = if kills > 0 { 0.0 } else { cpu };
     let (good, rejection) = (Some(StatusCode::OK), Some(StatusCode::SERVICE_UNAVAILABLE));
-    let served = answers.iter().filter(|answer| answer.1 == good);
-    let served = count(served.map(|answer| answer.3 as u64).sum()) / f64::from(1 << 20);
+    let served = answers.iter().filter(|it| it.1 == good).map(|it| it.3 as u64).sum();
+    let served = count(served) / f64::from(1 << 20);
     let small: Vec<_> = answers.iter().filter(|it| it.0 == "small").map(|it| it.2).collect();
     let count_of = |is_it: &dyn Fn(&Answer) -> bool| answers.iter().filter(|it| is_it(it)).count();
     Ok(Outcome {
@@ -154,7 +157,7 @@ fn run_once(base: &Cell, mix: Mix, limit: Option<usize>) -> Result<Outcome, BoxE
         rejected: count_of(&|it| it.0 == "large" && it.1 == rejection) as u64,
         lost: count_of(&|it| it.0 == "slow" && it.1 != good) as u64,
         loads: loads.ok().and_then(|text| text.parse().ok()).unwrap_or(0),
-        kills: service.end(),
+        kills,
     })
 }
 
@@ -238,10 +241,9 @@ async fn drip(to: SocketAddr, body: Bytes, end: Instant) -> Vec<Answer> {
 pub(crate) fn run(base: &Cell, rounds: u32, figures: &mut Figures) -> Result<bool, BoxError> {
     let mut chance = Chance(base.seed);
     println!("seed {}", base.seed);
-    let drawn: [Mix; 2] = std::array::from_fn(|_| Mix::drawn(&mut chance));
     let mut medians: [Vec<f64>; 4] = Default::default();
     let [mut kills, mut rejected, mut lost, mut loads] = [0; 4];
-    for mix in [Mix::FIRST, drawn[0], drawn[1]] {
+    for mix in [Mix::FIRST, Mix::drawn(&mut chance), Mix::drawn(&mut chance)] {
         let limit = rival(base, mix, 2 * rounds)?;
         let mut ratios: [Vec<f64>; 4] = Default::default();
         for round in 0..rounds {
@@ -249,7 +251,7 @@ pub(crate) fn run(base: &Cell, rounds: u32, figures: &mut Figures) -> Result<boo
             let second = run_once(base, mix, (round % 2 == 0).then_some(limit))?;
             let [ours, theirs] = if round % 2 == 0 { [first, second] } else { [second, first] };
             for (of, (ours, theirs)) in ratios.iter_mut().zip(zip(ours.values, theirs.values)) {
-                of.push(part(ours, theirs));
+                of.extend((theirs > 0.0).then_some(ours / theirs));
             }
             kills += ours.kills;
             rejected += ours.rejected;
@@ -281,8 +283,7 @@ pub(crate) fn run(base: &Cell, rounds: u32, figures: &mut Figures) -> Result<boo
 fn rival(base: &Cell, mix: Mix, runs: u32) -> Result<usize, BoxError> {
     'limits: for limit in LIMITS {
         for run in 0..runs {
-            let killed = run_once(base, mix, Some(limit))?.kills > 0;
-            if killed {
+            if run_once(base, mix, Some(limit))?.kills > 0 {
                 println!("the rival's limit {limit}: killed in run {} of {runs}", run + 1);
                 continue 'limits;
             }
