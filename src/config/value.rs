@@ -67,7 +67,7 @@ pub(super) const SIZE_IF_ANY: Format<Option<ByteSize>> = Format {
 formats! {
     RATIO: f64 = "a number in (0, 1], or a percentage up to 100%", part,
         |ratio| *ratio > 0.0 && *ratio <= 1.0;
-    // The heap refuses less, too, without a name of the setting.
+    // As the heap does, but its error does not name the setting.
     SPILL_SIZE: ByteSize = "an amount of memory of at least 128m", |text| text.parse().ok(),
         |size| *size >= ByteSize::mib(128);
     #[cfg(feature = "device")]

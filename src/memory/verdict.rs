@@ -165,11 +165,11 @@ fn rejections(
             used(snapshot, breakdown)
         ),
         RejectReason::TooLarge => {
-            format!("each needs more than the ceiling of {ceiling}; find out who sends them")
+            format!("each needs more than the ceiling of {ceiling}; look for the client")
         }
-        RejectReason::Exhausted => format!("memory outside requests fills the {ceiling} ceiling"),
+        RejectReason::Exhausted => format!("memory outside requests fills all of {ceiling}"),
         RejectReason::SlowStart => {
-            "large requests met at routes not measured yet; eight successes end it".to_owned()
+            "their routes are not measured yet; it ends after eight successes".to_owned()
         }
         RejectReason::Outgrown => {
             "more was held than reserved; the events `cancel` name the routes".to_owned()

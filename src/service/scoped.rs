@@ -105,7 +105,7 @@ pub fn scope<F: Future>(future: F) -> impl Future<Output = F::Output> {
 }
 
 /// Attributes the memory of a closure to the request for which this thread runs, if there is one.
-/// Use it for work on another thread, which counts when it ends or calls [`RequestPermit::check`].
+/// Use it for work on another thread; it counts like a poll, and at each [`RequestPermit::check`].
 ///
 /// ```
 /// # async fn handler(text: String) {

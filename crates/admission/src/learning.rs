@@ -207,8 +207,8 @@ impl Needs {
 pub struct Room {
     /// The bytes that all requests together may reserve.
     pub all: ByteSize,
-    /// The most bytes that may become free: all that may be held in total while other requests run,
-    /// otherwise also what idle resources have.
+    /// The most bytes that may become free: while other requests run, all that may be held in total,
+    /// otherwise `all` and what idle resources have.
     pub most: ByteSize,
     /// The highest estimate of a request that may be the first of its route: it runs alone.
     pub first: ByteSize,

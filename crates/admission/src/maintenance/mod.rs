@@ -494,14 +494,14 @@ impl Maintenance {
     /// nothing were held but the reservations. Otherwise a critical level at that moment would
     /// reject requests forever.
     pub fn leave(&mut self) {
-        let state = self.admission.state();
+        let (state, host) = (self.admission.state(), self.host.ledger);
         if !self.admission.is_closed() {
             let own = [&mut self.host, &mut self.device];
             own.into_iter().chain(&mut self.further).for_each(BudgetAccount::leave);
             self.admission.set_level(Level::None);
-            state.unowned.store(0, Ordering::Relaxed);
-            state.host.single.store(0, Ordering::Relaxed);
-            state.host.taken.store(0, Ordering::Relaxed);
+            for of in [&state.unowned, &host.single, &host.taken, &host.evictable] {
+                of.store(0, Ordering::Relaxed);
+            }
             state.queue.end();
         }
         state.large.wake_all();

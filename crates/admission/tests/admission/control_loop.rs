@@ -423,6 +423,9 @@ fn a_request_reserves_its_need_if_an_idle_resource_can_make_room_for_it() {
     drop(guard);
     rig.run(300 * MILLI);
     assert_eq!(need(&rig), 200);
+    rig.maintenance.leave();
+    let room = rig.admission.ledger(Budget::Host).learned_room();
+    assert_eq!(room.most, room.all, "no tick sees what is idle");
 }
 
 /// A service with a resource of this cost that is loaded and idle.
