@@ -499,9 +499,8 @@ impl Maintenance {
             let own = [&mut self.host, &mut self.device];
             own.into_iter().chain(&mut self.further).for_each(BudgetAccount::leave);
             self.admission.set_level(Level::None);
-            for of in [&state.unowned, &host.single, &host.taken, &host.evictable] {
-                of.store(0, Ordering::Relaxed);
-            }
+            state.unowned.store(0, Ordering::Relaxed);
+            [&host.single, &host.taken, &host.evictable].map(|of| of.store(0, Ordering::Relaxed));
             state.queue.end();
         }
         state.large.wake_all();
