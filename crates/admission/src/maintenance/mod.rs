@@ -500,7 +500,8 @@ impl Maintenance {
             own.into_iter().chain(&mut self.further).for_each(BudgetAccount::leave);
             self.admission.set_level(Level::None);
             state.unowned.store(0, Ordering::Relaxed);
-            [&host.single, &host.taken, &host.evictable].map(|of| of.store(0, Ordering::Relaxed));
+            let amounts = [&host.single, &host.taken, &host.evictable];
+            amounts.iter().for_each(|of| of.store(0, Ordering::Relaxed));
             state.queue.end();
         }
         state.large.wake_all();
