@@ -25,6 +25,7 @@
 //! A tick allocates nothing, and cancels at most one request. No lock of the registry is held while
 //! a request is cancelled, suspended or woken.
 
+use std::cmp::Reverse;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -239,7 +240,13 @@ impl LargeRequests {
         admitted.map_or(Duration::ZERO, |at| self.now() - at)
     }
 
-    pub(super) fn running(&self, now: Moment) -> Vec<RequestMemory> {
+    /// Returns the `most` running requests for which `key` returns most, in this order.
+    pub(super) fn top<K: Ord>(
+        &self,
+        most: usize,
+        now: Moment,
+        key: impl Fn(&RequestMemory) -> Option<K>,
+    ) -> Vec<RequestMemory> {
         let requests = {
             let mut registry = self.registry();
             registry.remove_ended();
@@ -249,7 +256,11 @@ impl LargeRequests {
             let mut described = RequestMemory::default();
             request.describe(now, &mut described).then_some(described)
         };
-        requests.iter().filter_map(describe).collect()
+        let mut top: Vec<_> = requests.iter().filter_map(describe).collect();
+        top.retain(|request| key(request).is_some());
+        top.sort_by_key(|request| Reverse(key(request)));
+        top.truncate(most);
+        top
     }
 
     /// Suspends requests that wait for their clients, one after the other, while `is_short`.

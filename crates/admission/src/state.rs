@@ -414,7 +414,6 @@ impl AdmissionState {
         let first = self.queue.lacking(|budget| budget == Budget::Host);
         let lacks = first.map_or(lacked, |(first, _)| first.host);
         let waits_for_turn = self.queue.lacks_any(WaitReason::Turn);
-        self.turns.adapt(waits_for_turn);
         // Slow clients hold turns and slots of the slow start, too.
         let is_held_up = waits_for_turn || self.queue.lacks_any(WaitReason::Other);
         if (is_held_up || lacks < ByteSize::MAX) && !self.observes() {
@@ -429,6 +428,11 @@ impl AdmissionState {
                 self.make_room(cost, None, Patience::HasWaited);
             }
         }
+    }
+
+    /// Adapts how many large requests run at once, before [`AdmissionState::tend_queue`].
+    pub(super) fn adapt_turns(&self, passed: Duration, small_total: u64) {
+        self.turns.adapt(passed, small_total, self.queue.lacks_any(WaitReason::Turn));
     }
 
     #[cold]
@@ -791,7 +795,7 @@ impl AdmissionState {
     }
 
     pub(super) fn budget_counts(&self, budget: Budget) -> BudgetCounts {
-        let mut counts = BudgetCounts::NONE;
+        let mut counts = BudgetCounts::none();
         for tally in used(&self.tallies) {
             counts.add(tally, budget);
         }
@@ -997,11 +1001,7 @@ impl AdmissionState {
     /// microseconds.
     #[must_use]
     pub fn largest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
-        let mut largest = self.large.running(now);
-        largest.retain(|request| request.live >= LARGE_MIN);
-        largest.sort_by_key(|request| std::cmp::Reverse(request.live));
-        largest.truncate(most);
-        largest
+        self.large.top(most, now, |of| (of.live >= LARGE_MIN).then_some(of.live))
     }
 
     /// Returns the `most` running requests that were admitted first, the oldest first, among those
@@ -1010,10 +1010,7 @@ impl AdmissionState {
     /// [`AdmissionState::largest`].
     #[must_use]
     pub fn oldest(&self, most: usize, now: Moment) -> Vec<RequestMemory> {
-        let mut oldest = self.large.running(now);
-        oldest.sort_by_key(|request| std::cmp::Reverse(request.age));
-        oldest.truncate(most);
-        oldest
+        self.large.top(most, now, |of| Some(of.age))
     }
 
     /// Describes the running requests that have reserved most memory, the largest first, among

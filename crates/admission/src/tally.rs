@@ -338,23 +338,14 @@ pub(super) struct BudgetCounts {
 }
 
 impl BudgetCounts {
-    /// No requests.
-    pub(super) const NONE: Self = {
-        let mut classes = [ClassStats {
-            class: "",
-            bound: ByteSize::ZERO,
-            admitted_total: 0,
-            admitted_bytes_total: 0,
-            rejected_total: 0,
-            rejected_bytes_total: 0,
-        }; ClassStats::COUNT];
-        let mut at = 0;
-        while at < ClassStats::COUNT {
-            (classes[at].class, classes[at].bound) = (NAMES[at], class_bound(at));
-            at += 1;
-        }
+    /// Returns the counts before the first request.
+    pub(super) fn none() -> Self {
+        let classes = std::array::from_fn(|at| {
+            let (class, bound) = (NAMES.get(at).copied().unwrap_or_default(), class_bound(at));
+            ClassStats { class, bound, ..ClassStats::default() }
+        });
         Self { classes, beside: 0 }
-    };
+    }
 
     /// Returns the smallest request of the smallest class in which one was admitted or did not fit.
     pub(super) fn smallest(&self) -> ByteSize {
@@ -365,9 +356,10 @@ impl BudgetCounts {
         below.saturating_add(ByteSize::new(1))
     }
 
-    /// Returns the requests admitted since start, without exempt ones.
-    pub(super) fn admitted_total(&self) -> u64 {
-        self.classes.iter().map(|class| class.admitted_total).sum()
+    /// Returns the requests of classes up to this bound admitted since start, without exempt ones.
+    pub(super) fn admitted_total(&self, most: ByteSize) -> u64 {
+        let classes = self.classes.iter().filter(|class| class.bound <= most);
+        classes.map(|class| class.admitted_total).sum()
     }
 
     /// Adds a stripe.
@@ -506,8 +498,8 @@ mod tests {
                 });
             }
         });
-        let (mut counts, mut host) = (AdmissionStats::default(), BudgetCounts::NONE);
-        let mut device = BudgetCounts::NONE;
+        let (mut counts, mut host) = (AdmissionStats::default(), BudgetCounts::none());
+        let mut device = BudgetCounts::none();
         for tally in &tallies {
             counts.add_ended(tally);
             counts.add(tally);

@@ -96,7 +96,7 @@ pub(super) enum PassError<E> {
 }
 
 /// The terms on which a request waits.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct WaitTerms {
     pub(super) cost: Cost,
     pub(super) priority: Priority,
@@ -120,6 +120,7 @@ struct WaitList {
     now: Moment,
 }
 
+#[derive(Default)]
 struct WaitingRequest {
     id: u64,
     terms: WaitTerms,
@@ -282,19 +283,8 @@ impl WaitQueue {
         let bytes = |of: Cost| of.host.saturating_add(of.device).get();
         let ahead = ahead.map(|other| other.tag.saturating_add(bytes(other.terms.cost))).max();
         let tag = ahead.map_or(entries.admitted, |ahead| ahead.max(entries.admitted));
-        let entry = WaitingRequest {
-            id,
-            terms,
-            tag,
-            since: None,
-            lack: None,
-            passed: 0,
-            has_aged: terms.is_admitted,
-            is_woken: true,
-            missed: 0,
-            attempts: 0,
-            waker: None,
-        };
+        let (has_aged, is_woken) = (terms.is_admitted, true);
+        let entry = WaitingRequest { id, terms, tag, has_aged, is_woken, ..<_>::default() };
         let at = entries.list.partition_point(|other| other.order() < entry.order());
         entries.list.insert(at, entry);
         self.len.store(entries.list.len(), Ordering::SeqCst);

@@ -404,7 +404,7 @@ fn what_comes_free_is_what_was_admitted_shared_with_all_who_ask() {
 #[test]
 fn without_a_limit_there_is_no_reserved_headroom() {
     let mut fairness = Fairness::default();
-    let mut counts = BudgetCounts::NONE;
+    let mut counts = BudgetCounts::none();
     let mut seen =
         LedgerFigures { since: TICK, allowance: ByteSize::MAX, ..LedgerFigures::default() };
     for turn in 0..200 {
@@ -441,7 +441,7 @@ fn a_few_sheds_are_chance_and_more_are_overload() {
         ..LedgerFigures::default()
     };
     let mut fairness = Fairness::default();
-    let mut counts = BudgetCounts::NONE;
+    let mut counts = BudgetCounts::none();
     let large = ByteSize::mib(8);
     let _first = fairness.update(seen, &counts);
     let mut berths = Vec::new();

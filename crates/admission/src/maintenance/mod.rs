@@ -33,6 +33,7 @@ use super::correction::{Correction, Measured, RequestRate};
 use super::cost::{Budget, Cost, RejectReason};
 use super::exhaustion::{Exhaustion, ExhaustionSample};
 use super::fairness::{Fairness, LedgerFigures};
+use super::large::LARGE_MIN;
 use super::ledger::{Ledger, RoomSharing};
 use super::limit_advice::{LimitSample, STEP};
 use super::managed::Resources;
@@ -167,7 +168,7 @@ impl BudgetAccount {
     ) -> Self {
         let (correction, fairness) =
             (Correction::starting_at(correction_factor), Fairness::default());
-        let (pressure, counts) = (PressureTracker::new(thresholds), BudgetCounts::NONE);
+        let (pressure, counts) = (PressureTracker::new(thresholds), BudgetCounts::none());
         let ledger = admission.state().ledger(budget);
         let (at, finished) = (Moment::ORIGIN, 0);
         Self { admission, budget, ledger, pressure, correction, counts, fairness, at, finished }
@@ -404,6 +405,7 @@ impl Maintenance {
         state.large.tend(self.host.pressure.level, now);
         let held = [sample.physical, purgeable_now(sample)];
         state.unused.publish(freed, held, [tick.urgent_worth, tick.most]);
+        state.adapt_turns(before.1, self.host.counts.admitted_total(LARGE_MIN));
         state.tend_queue(now);
         let exhaustion = self.look_for_exhaustion(&tick, &mut figures);
         figures.saturation = self.saturate(&tick);
@@ -521,7 +523,7 @@ impl Maintenance {
         let seen = ExhaustionSample {
             most: if is_open { ByteSize::MAX } else { host.correction.most },
             smallest: host.counts.smallest(),
-            admitted_total: host.counts.admitted_total(),
+            admitted_total: host.counts.admitted_total(ByteSize::MAX),
             refused_total: reasons.map(|reason| tick.stats.rejected_total(reason)).iter().sum(),
             purged: purge_ended.then_some(self.purged_at),
         };

@@ -559,18 +559,14 @@ impl<T: Send + Sync + 'static> AnyResource for Cell<T> {
             self.give_up_hung_load(now);
         }
         let mut state = lock(&self.state);
-        if let Some(now) = due {
-            let due = self.due(&state);
-            if due == Moment::NEVER || now < due {
-                return None;
-            }
+        let (due_at, kept_for) = (self.due(&state), self.parts.min_residency);
+        if due.is_some_and(|now| due_at == Moment::NEVER || now < due_at) {
+            return None;
         }
         // A waiter is about to use it. Idleness checks this in `due`; other reasons ignore it.
-        if reason == UnloadReason::Pressure {
-            let stays_until = state.loaded_at + self.parts.min_residency;
-            if state.waiting > 0 || self.clock.now() < stays_until {
-                return None;
-            }
+        let stays = || state.waiting > 0 || self.clock.now() < state.loaded_at + kept_for;
+        if reason == UnloadReason::Pressure && stays() {
+            return None;
         }
         let reason = if state.closed { UnloadReason::Shutdown } else { reason };
         let loaded = state.take()?;
