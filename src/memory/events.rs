@@ -214,17 +214,8 @@ impl Watch {
         }
         let (physical, limit) = (snapshot.physical, shown(snapshot.signal.limit.bytes));
         let (required, reserved) = (snapshot.required(), snapshot.host.reserved);
-        log!(
-            info,
-            level,
-            was,
-            highest,
-            %physical,
-            %required,
-            %reserved,
-            limit,
-            "pressure level changed"
-        );
+        log!(info, level, was, highest, %physical, %required, %reserved, limit,
+            "pressure level changed");
     }
 
     /// Logs the first rejections of an episode, and the total when it has ended.
@@ -236,18 +227,9 @@ impl Watch {
                 Some(Episode { began: now, last: now, counts: [0; RejectReason::ALL.len()] });
             let (physical, limit) = (snapshot.physical, shown(snapshot.signal.limit.bytes));
             let (host, held) = (&snapshot.host, snapshot.admission.held());
-            log!(
-                warn,
-                reasons = by_reason(&new),
-                level = host.level.name(),
-                %physical,
-                limit,
-                reserved = %host.reserved,
-                allowance = shown(host.allowance),
-                held,
-                waiting = snapshot.admission.waiting,
-                "requests rejected"
-            );
+            log!(warn, reasons = by_reason(&new), level = host.level.name(), %physical, limit,
+                reserved = %host.reserved, allowance = shown(host.allowance), held,
+                waiting = snapshot.admission.waiting, "requests rejected");
         }
         let Some(episode) = &mut self.episode else { return };
         for (total, count) in episode.counts.iter_mut().zip(new) {
@@ -387,6 +369,10 @@ fn resource_since(
     tell: &mut impl FnMut(&'static str, &str, String),
 ) {
     let rose = |total: fn(&ResourceStats) -> u64| total(now) > was.map_or(0, total);
+    let refused = |of: &ResourceStats| of.last_refusal.clone();
+    if let Some((_, why)) = refused(now).filter(|it| Some(it) != was.and_then(refused).as_ref()) {
+        tell("load", &now.name, format!("load refused: {why}"));
+    }
     if rose(|of| of.loads_failed_total) {
         tell("load", &now.name, "load failed; the log has the error".to_owned());
     }

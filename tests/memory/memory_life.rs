@@ -8,7 +8,7 @@ use std::time::Duration;
 use lowtide::clock::{Clock, ManualClock, SystemClock};
 use lowtide::config::{DeviceChoice, Source};
 use lowtide::device::Region;
-use lowtide::memory::{Builder, Diagnostic, MemoryError, StartError};
+use lowtide::memory::{Builder, Diagnostic, Event, MemoryError, StartError};
 use lowtide::{ByteSize, Memory};
 use lowtide_admission::{
     AdmissionMode, Budget, Cost, RejectReason, Rejected, ResourceError, Signals,
@@ -23,6 +23,7 @@ use crate::support::{
 };
 
 const SOON: Duration = Duration::from_secs(5);
+const TICK: Duration = Duration::from_millis(250);
 
 fn quiet() -> Builder {
     Memory::builder().device(DeviceChoice::Host)
@@ -688,6 +689,32 @@ fn a_service_that_is_to_end_says_so_once() {
     let line = (tracing::Level::INFO, "not ready any more: the service is to end".to_owned());
     let lines = Log::of(|| (0..2).for_each(|_| memory.set_ending()));
     assert_eq!(lines, [line]);
+    assert!(memory.shutdown_blocking(SOON).is_clean());
+}
+
+/// The bug: a load that found no room left no line and no event. Only its callers heard of it.
+#[test]
+fn a_load_that_finds_no_room_is_logged_once_and_an_event_with_its_need() {
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
+    let own = Arc::clone(&clock) as Arc<dyn Clock>;
+    let memory = quiet().clock(own).signals(tree.open()).start().expect("starts");
+    let model = memory.managed("model", || Ok(())).cost(Cost::host(ByteSize::mib(40)));
+    let model = model.register().expect("registered");
+    let held = memory.admission().try_admit(Cost::host(ByteSize::mib(50))).expect("fits");
+    let refused = || Log::of(|| (0..3).for_each(|_| assert!(model.warm().is_err())));
+    assert_eq!(refused(), [(tracing::Level::WARN, "load refused".to_owned())]);
+    assert!(refused().is_empty(), "once while it goes on");
+    let told = || {
+        let is_it = |event: &Event| event.kind == "load" && event.about == "model";
+        memory.report().events().into_iter().find(is_it).map(|event| event.text)
+    };
+    advance_until(&clock, TICK, "it is an event", || told().is_some());
+    let (text, start) = (told().expect("told"), "load refused: cannot reserve 40.0 MiB of host");
+    assert!(text.starts_with(start) && text.contains(": 50.0 MiB reserved, allowance"), "{text}");
+    (0..60).for_each(|_| clock.advance(TICK));
+    assert_eq!(refused().len(), 1, "and again after a pause");
+    drop(held);
+    advance_until(&clock, TICK, "it loads", || model.warm().is_ok());
     assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 

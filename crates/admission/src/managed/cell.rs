@@ -51,7 +51,8 @@ const BREAK_EVEN_LOADS: u32 = 10;
 /// The bounds of that interval. Guesses: a load also takes CPU time, and room from requests; a
 /// resource that was not used for minutes is not missed.
 const BREAK_EVEN: [Duration; 2] = [Duration::from_secs(10), Duration::from_secs(300)];
-/// Log lines about loads and unloads of a resource at once, and the time for one more.
+/// Log lines about loads and unloads of a resource at once, and the time for one more; of rejected
+/// loads the first after this time without one.
 const LINES: (u32, Duration) = (10, Duration::from_secs(10));
 
 /// The longest time that a caller waits for room for a load. An estimate, as for requests: shorter
@@ -666,11 +667,16 @@ impl<T: Send + Sync + 'static> Cell<T> {
     /// Ends the load of this number, for which there is no room. If it waited for room, all that
     /// wait for it are rejected as well. The next caller tries again.
     pub(super) fn refuse_load(&self, number: u64, rejected: Rejected) -> ResourceError {
-        let mut state = lock(&self.state);
+        let (mut state, now) = (lock(&self.state), self.clock.now());
+        let before = state.stats.last_refusal.replace((now, rejected.to_string().into()));
+        let (resource, Cost { host, device }) = (&*self.parts.name, self.cost(&state));
         if state.loading(number).is_some_and(|loading| loading.waits_for_room) {
             (state.ended, state.refusal) = (state.ended + 1, Some(rejected.clone()));
         }
         self.end_refused(number, state);
+        if before.is_none_or(|(at, _)| now - at >= LINES.1) {
+            log!(warn, target: "lowtide", resource, %host, %device, error = %rejected, "load refused");
+        }
         ResourceError::Rejected { name: Arc::clone(&self.parts.name), rejected }
     }
 
@@ -692,9 +698,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
     /// Records that the load of this number has left the queue. Returns `false` if it was given up
     /// meanwhile.
     pub(super) fn may_load(&self, number: u64) -> bool {
-        let mut state = lock(&self.state);
-        let loading = state.loading(number);
-        loading.map(|loading| loading.waits_for_room = false).is_some()
+        lock(&self.state).loading(number).map(|it| it.waits_for_room = false).is_some()
     }
 
     /// Waits for the room of the load of this number; without room, the load ends.
@@ -704,20 +708,16 @@ impl<T: Send + Sync + 'static> Cell<T> {
             let _ = ManuallyDrop::new(made);
             return false;
         }
-        match made {
-            Ok(permit) => {
-                self.has_room(number, Some(permit));
-                return true;
-            }
+        match made.map(|permit| self.has_room(number, Some(permit))) {
+            Ok(()) => return true,
             Err(EvictionError::NoThread(kind)) => {
                 self.end_load(number, Err(LoadFailure::NoThread(kind)), Duration::ZERO);
             }
             // The waiters look for other room, or are rejected.
             Err(EvictionError::Stuck) => self.end_refused(number, lock(&self.state)),
             Err(EvictionError::NoRoom) => {
-                let mut state = lock(&self.state);
-                state.asks_from = self.clock.now() + PAUSE_MIN;
-                self.end_refused(number, state);
+                lock(&self.state).asks_from = self.clock.now() + PAUSE_MIN;
+                self.end_refused(number, lock(&self.state));
             }
         }
         false

@@ -67,6 +67,9 @@ pub struct ResourceStats {
     pub loads_failed_total: u64,
     /// Loads that were rejected because the cost did not fit, or by level.
     pub loads_refused_total: u64,
+    /// The time of the last rejection of a load, and its error with the figures at that time;
+    /// `None` before.
+    pub last_refusal: Option<(Moment, Arc<str>)>,
     /// Unloads, in the order of [`UnloadReason::ALL`].
     pub unloads: [u64; UnloadReason::ALL.len()],
     /// The time when the last unload had ended, and its reason; `None` before.
