@@ -37,7 +37,6 @@ debug_is_message!(ConfigError);
 
 impl ConfigError {
     /// Creates the error of a value that a setting does not accept.
-    #[cfg(feature = "device")]
     pub(crate) fn bad(name: &str, value: &str, expected: impl fmt::Display) -> Self {
         Self { faults: vec![Fault::bad(name, value, expected)] }
     }

@@ -203,7 +203,8 @@ pub enum MemoryError {
         /// The maximum.
         max: usize,
     },
-    /// The options of an arena, or a selector of targets to shrink, are invalid.
+    /// The options of an arena, a selector of targets to shrink, or the name of a resource are
+    /// invalid.
     #[error(transparent)]
     Options(#[from] ConfigError),
     /// A slot without a name.

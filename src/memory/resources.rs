@@ -10,9 +10,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::BoxError;
 #[cfg(feature = "device")]
 use crate::device::DeviceArena;
+use crate::{BoxError, config::ConfigError};
 use lowtide_admission::{Cost, LoadScope, Managed, ManagedBuilder, Reclaimable, Reclaimer};
 
 use super::error::MemoryError;
@@ -195,14 +195,17 @@ impl<T: Send + Sync + 'static> ResourceBuilder<T> {
     ///
     /// # Errors
     /// [`MemoryError::ResourceTooLarge`] if the cost is above the ceiling of the configured limit
-    /// or of the machine's memory, [`MemoryError::Resource`],
-    /// [`MemoryError::Forked`].
+    /// or of the machine's memory, [`MemoryError::Resource`], [`MemoryError::Options`] if the name
+    /// is empty, [`MemoryError::Forked`].
     pub fn register(self) -> Result<Managed<T>, MemoryError> {
         let shared = &self.memory.0.shared;
         shared.check_here()?;
         let clock = Arc::clone(&shared.clock);
         let managed = self.builder.build(clock, Some(shared.admission.clone()));
         let stats = managed.stats();
+        if stats.name.is_empty() {
+            return Err(ConfigError::bad("name", "", "the name of a resource").into());
+        }
         shared.check_fits(&stats)?;
         shared.resources.add(&managed)?;
         shared.note_misfit(&stats);

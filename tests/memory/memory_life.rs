@@ -718,6 +718,17 @@ fn a_load_that_finds_no_room_is_logged_once_and_an_event_with_its_need() {
     assert!(memory.shutdown_blocking(SOON).is_clean());
 }
 
+/// The bug: a resource without a name was registered, and its line in metrics had an empty label.
+#[test]
+fn a_resource_without_a_name_is_refused() {
+    let memory = quiet().start().expect("starts");
+    let error = memory.managed("", || Ok(())).register().map(drop).expect_err("no name");
+    assert!(matches!(error, MemoryError::Options(_)), "{error}");
+    assert_eq!(error.to_string(), "name=\"\": expected the name of a resource");
+    assert!(memory.snapshot().resources.is_empty());
+    assert!(memory.shutdown_blocking(SOON).is_clean());
+}
+
 /// The bugs: protection ended without a word when the last handle was dropped; and a `main` that
 /// ended by an error warned of it before the error, although nothing ran.
 #[test]
