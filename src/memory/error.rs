@@ -101,17 +101,14 @@ fn named(from: Source, limit: ByteSize) -> String {
     }
 }
 
-/// The largest number without a unit that may have been meant as MiB: 64 GiB.
+/// The largest number that may have been meant as MiB: 64 GiB.
 const MEANT_MAX: u64 = 1 << 16;
 
-/// Returns a suggestion if the number of bytes is a plausible number of MiB.
+/// Returns a suggestion if the number, as it is shown, is a plausible one of MiB.
 fn meant(limit: ByteSize, least: ByteSize) -> String {
-    let count = limit.get();
-    if count < MEANT_MAX && ByteSize::mib(count) >= least {
-        format!("; did you mean {count}m?")
-    } else {
-        String::new()
-    }
+    let count = limit.exact().trim_end_matches(char::is_alphabetic).parse().unwrap_or(u64::MAX);
+    let is_likely = count < MEANT_MAX && ByteSize::mib(count) >= least;
+    if is_likely { format!("; did you mean {count}m?") } else { String::new() }
 }
 
 /// An error of a running [`Memory`](super::Memory). Its `Debug` output is its message.
@@ -450,7 +447,11 @@ mod tests {
             "LOWTIDE_MEMORY_LIMIT=512B is too small: 6.5 MiB in use before the first request; \
              expected at least 9.0 MiB; did you mean 512m?"
         );
-        for (limit, from) in [(5, Source::Environment), (8 << 20, Source::Code)] {
+        assert!(text(64 << 10, Source::Environment).ends_with("; did you mean 64m?"));
+        // The bug: "did you mean 1024m?" for `1k`.
+        for (limit, from) in
+            [(5, Source::Environment), (1 << 10, Source::Environment), (8 << 20, Source::Code)]
+        {
             let text = text(limit, from);
             assert!(text.ends_with("expected at least 9.0 MiB"), "{text}");
         }
