@@ -248,7 +248,12 @@ impl Builder {
             diagnostics.push(Diagnostic::info("admission", text.to_owned()));
         }
         if let Some(dir) = config.spill_dir.value.as_deref().filter(|_| !self.is_detached) {
-            heap::spill_into(dir, config.spill_max.value).map_err(StartError::Spill)?;
+            let most = config.spill_max.value;
+            let room = heap::spill_into(dir, most).map_err(StartError::Spill)?;
+            if room < most {
+                let text = format!("{most}, but there is room for {room} (ulimit -f, disk)");
+                diagnostics.push(Diagnostic::warning("spill_max", text));
+            }
         } else if config.spill_max.source != Source::Default && config.spill_dir.value.is_none() {
             let text = "a maximum without effect: expected a folder too (LOWTIDE_SPILL_DIR)";
             diagnostics.push(Diagnostic::warning("spill_max", text.to_owned()));

@@ -256,6 +256,19 @@ fn a_maximum_of_spilled_bytes_without_a_folder_is_said_to_have_no_effect() {
     }
 }
 
+/// Bug: a maximum far above the free disk was set without a word.
+#[test]
+fn a_maximum_of_spilled_bytes_above_the_free_disk_is_a_diagnostic_with_both() {
+    let builder =
+        builder().spill_dir(env!("CARGO_TARGET_TMPDIR")).spill_max(ByteSize::gib(8 << 10));
+    let memory = builder.start().expect("starts");
+    let notes = memory.report().diagnostics();
+    let note = notes.iter().find(|note| note.about == "spill_max").expect("a diagnostic");
+    assert!(note.is_problem && note.text.contains("8.0 TiB"), "{note}");
+    assert!(note.text.contains("room for"), "{note}");
+    assert!(memory.shutdown_blocking(SOON).is_clean());
+}
+
 /// Bug: a model in an arena of host memory was measured a second time as memory of C code, and did
 /// not fit any more when it was loaded again.
 #[test]

@@ -87,13 +87,15 @@ thread_local! {
 /// Lets work that outgrows its claim ([`Account::set_claim`](crate::Account::set_claim)) while
 /// memory is short allocate in a file in this folder, up to `most` bytes, if a pager runs
 /// ([`run_pager`]). The file has no name, and its space is released at the end of the process at
-/// the latest. Only the first call in a process creates a file; later calls keep it.
+/// the latest. Only the first call in a process creates a file; later calls keep it. Returns the
+/// room that the first call found: the least of `most`, the limit of a file's size and the free
+/// disk; later calls return `most`.
 ///
 /// # Errors
 /// [`HostError::SpillInMemory`], [`HostError::SpillRoom`] or [`HostError::SpillFile`] if the
 /// folder does not serve, [`HostError::NotRedirected`] if [`Heap`](crate::Heap) is not the
 /// global allocator, [`HostError::ArenasByCpu`] if jemalloc runs with `percpu_arena`.
-pub fn spill_into(dir: &Path, most: ByteSize) -> Result<(), HostError> {
+pub fn spill_into(dir: &Path, most: ByteSize) -> Result<ByteSize, HostError> {
     if !redirect::is_served() {
         return Err(HostError::NotRedirected);
     }
@@ -101,11 +103,11 @@ pub fn spill_into(dir: &Path, most: ByteSize) -> Result<(), HostError> {
         return Err(HostError::ArenasByCpu { found });
     }
     if arena().is_some() {
-        return Ok(());
+        return Ok(most);
     }
-    let region = Region::create(dir, most)?;
+    let (region, room) = Region::create(dir, most)?;
     if REGION.set(region).is_err() {
-        return Ok(()); // another thread was first
+        return Ok(most); // another thread was first
     }
     LazyLock::force(&BELL);
     // In a child, handlers run in the order of registration: these after jemalloc's, and after
@@ -124,7 +126,7 @@ pub fn spill_into(dir: &Path, most: ByteSize) -> Result<(), HostError> {
     let active = ctl::ARENA_ACTIVE_AT.read_of(arena)?;
     ACTIVE_PAGES.store(active.map_or(ptr::null_mut(), NonNull::as_ptr), Relaxed);
     ARENA.store(arena, Relaxed);
-    Ok(())
+    Ok(room)
 }
 
 /// Returns the bytes that spilled work has on disk now, and how often work began to spill.

@@ -45,7 +45,7 @@ pub(super) struct Region {
 }
 
 impl Region {
-    pub(super) fn create(dir: &Path, most: ByteSize) -> Result<Self, HostError> {
+    pub(super) fn create(dir: &Path, most: ByteSize) -> Result<(Self, ByteSize), HostError> {
         let dir_text = || dir.display().to_string();
         let fails =
             |error: io::Error| HostError::SpillFile { dir: dir_text(), error: error.to_string() };
@@ -60,8 +60,8 @@ impl Region {
             return Err(HostError::SpillInMemory { dir: dir_text(), kind });
         }
         let most = most.min(file_size_limit());
-        let most = ByteSize::new(most.get() / PIECE as u64 * PIECE as u64);
         let room = most.min(free);
+        let most = ByteSize::new(most.get() / PIECE as u64 * PIECE as u64);
         if room < FREE_MIN {
             return Err(HostError::SpillRoom { dir: dir_text(), room, least: FREE_MIN });
         }
@@ -76,7 +76,7 @@ impl Region {
         let (birth, taken, on_disk) = (Birth::now(), AtomicUsize::new(0), AtomicU64::new(0));
         let region = Self { file: owned, start, size, birth, taken, on_disk, others };
         calls::release(region.pages(0), PIECE).map_err(fails)?;
-        Ok(region)
+        Ok((region, room))
     }
 
     /// Returns the address of an offset.
@@ -356,7 +356,7 @@ mod tests {
     #[test]
     fn mapped_pages_of_other_files_are_not_the_regions() {
         let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
-        let region = Region::create(dir.path(), ByteSize::mib(256)).expect("a disk");
+        let (region, _) = Region::create(dir.path(), ByteSize::mib(256)).expect("a disk");
         let (kept, is_reserved) = region.take(0, 128 * MIB, 4096, true).expect("room");
         assert!(is_reserved);
         fill(kept, 8 * MIB);
@@ -375,7 +375,7 @@ mod tests {
     #[test]
     fn no_more_than_what_was_taken_is_in_memory() {
         let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder");
-        let region = Region::create(dir.path(), ByteSize::mib(256)).expect("a disk");
+        let (region, _) = Region::create(dir.path(), ByteSize::mib(256)).expect("a disk");
         assert_eq!(region.in_memory(), 0);
         let (taken, _) = region.take(0, 2 * MIB, 4096, true).expect("room");
         fill(taken, 2 * MIB);
