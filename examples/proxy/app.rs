@@ -19,8 +19,9 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::extract::{ConnectInfo, Request};
-use axum::http::Uri;
 use axum::http::request::Parts;
+use axum::http::{StatusCode, Uri};
+use axum::response::Response;
 use axum::routing::post;
 use clap::builder::{BoolishValueParser, PossibleValuesParser, TypedValueParser as _};
 use clap::{Args, FromArgMatches as _};
@@ -217,7 +218,7 @@ pub(crate) async fn start(
     let mut operators = address;
     if let Some((listener, at)) = aside {
         let limits = Limits { connections: OPERATORS, ..options.limits };
-        let theirs = endpoints.into_routes();
+        let theirs = endpoints.into_routes().fallback(unknown_path);
         servers.push(serve(listener, theirs, Some(limits), &admission, phases.clone()));
         operators = at;
     } else {
@@ -228,6 +229,13 @@ pub(crate) async fn start(
     servers.push(serve(front, routes, limits, &admission, phases));
     tracing::info!(%address, %operators, %upstream, managed, "the proxy is listening");
     Ok(Running { address, operators, model, memory, phase, servers, own_upstream })
+}
+
+/// Answers a path that the operators' port does not have.
+async fn unknown_path(uri: Uri) -> Response {
+    let [paths, commands] = [&Endpoints::PATHS, Endpoints::ADMIN_PATHS].map(|of| of.join(", "));
+    let reason = format!("no {}: expected {paths}, or with PROXY_ADMIN {commands}", uri.path());
+    *embed::refusal(StatusCode::NOT_FOUND, reason)
 }
 
 async fn listen(at: SocketAddr) -> Result<(TcpListener, SocketAddr), BoxError> {

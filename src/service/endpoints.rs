@@ -11,11 +11,11 @@
 
 use std::io::{self, ErrorKind::WouldBlock, Write as _};
 use std::net::{SocketAddr, TcpStream};
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 use std::time::Duration;
 
 #[cfg(feature = "axum")]
-use axum::body::Body;
+use axum::{body::Body, extract::ConnectInfo};
 use http::header::VARY;
 use http::{HeaderValue, Method, Request, Response, StatusCode};
 use serde_json::{Value, json};
@@ -249,6 +249,9 @@ impl Endpoints {
         } else if !matches!(*request.method(), Method::GET | Method::HEAD) {
             wrong_method(request.method(), "GET, HEAD")
         } else if let Err(denial) = check_host(request, &self.hosts) {
+            static LOGGED: Once = Once::new(); // so that clients cannot fill the log
+            let detail = &*denial.detail;
+            LOGGED.call_once(|| log!(warn, path, detail, "request for figures rejected"));
             denial.answer()
         } else if path == "/memory" {
             self.asked(request).unwrap_or_else(|problem| problem.answer())
@@ -407,19 +410,15 @@ impl Endpoints {
 
 #[cfg(feature = "axum")]
 fn routed(endpoints: &Endpoints, mut request: Request<Body>) -> Response<Body> {
-    let peer =
-        request.extensions().get::<axum::extract::ConnectInfo<SocketAddr>>().map(|peer| peer.0);
-    if let Some(peer) = peer {
+    if let Some(&ConnectInfo(peer)) = request.extensions().get::<ConnectInfo<SocketAddr>>() {
         request.extensions_mut().insert(super::Peer(peer));
     }
-    match endpoints.answer_request(&request) {
-        Some(answer) => answer.map(Body::from),
-        None => {
-            let mut missing = Response::new(Body::empty());
-            *missing.status_mut() = StatusCode::NOT_FOUND;
-            missing
-        }
-    }
+    let missing = || {
+        let expected = "no metrics: expected `Builder::prometheus` or `Endpoints::with_metrics`";
+        Denial::new(StatusCode::NOT_FOUND, "no metrics", "metrics", expected).answer()
+    };
+    let answer = endpoints.answer_request(&request);
+    answer.unwrap_or_else(|| guard(missing().map(String::into_bytes))).map(Body::from)
 }
 
 lowtide_core::debug_as!(Endpoints, |endpoints| memory: endpoints.memory);

@@ -144,6 +144,33 @@ fn routes_hear_who_comes_from_this_machine_by_the_address_that_axum_adds() {
     assert_eq!(memory.admin().tasks().len(), 1);
 }
 
+/// The bug: the 404 had an empty body.
+#[test]
+fn the_route_of_metrics_without_a_source_says_what_it_needs() {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+    let request = Request::get("/metrics").body(Body::empty()).expect("a request");
+    let answer = runtime.block_on(Endpoints::new(None).into_routes::<()>().oneshot(request));
+    let answer = answer.expect("a router never fails");
+    assert_eq!(answer.status(), StatusCode::NOT_FOUND);
+    let body = runtime.block_on(axum::body::to_bytes(answer.into_body(), 4096)).expect("whole");
+    let told: Value = serde_json::from_slice(&body).expect("JSON");
+    assert!(told["detail"].as_str().expect("a text").contains("`Builder::prometheus`"), "{told}");
+}
+
+#[test]
+fn figures_that_are_refused_for_the_host_are_logged_once() {
+    let text = Log::of(|| {
+        let endpoints = Endpoints::new(None);
+        for host in ["proxy:8081", "proxy:8081", "other"] {
+            let request = Request::get("/memory").header("host", host).body(()).expect("a request");
+            let answer = endpoints.answer_request(&request).expect("an answer");
+            assert_eq!(answer.status(), StatusCode::FORBIDDEN);
+        }
+    });
+    assert_eq!(text.lines().count(), 1, "{text}");
+    assert!(text.contains(r#"unknown host \"proxy\""#) && text.contains("with_hosts"), "{text}");
+}
+
 #[test]
 fn no_verb_is_heard_unless_it_is_enabled() {
     let endpoints = Endpoints::new(None);
@@ -394,6 +421,19 @@ fn verbs_are_heard_ten_at_once_and_then_one_a_second() {
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
 
+impl Log {
+    /// Returns what `work` logs on this thread.
+    fn of(work: impl FnOnce()) -> String {
+        let log = Self::default();
+        let writer = log.clone();
+        let subscriber = tracing_subscriber::fmt().with_ansi(false);
+        let subscriber = subscriber.with_writer(move || writer.clone()).finish();
+        tracing::subscriber::with_default(subscriber, work);
+        let text = log.0.lock().expect("no panic").clone();
+        String::from_utf8(text).expect("text")
+    }
+}
+
 impl std::io::Write for Log {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         self.0.lock().expect("no panic").extend_from_slice(bytes);
@@ -408,11 +448,8 @@ impl std::io::Write for Log {
 #[test]
 fn every_verb_is_logged_with_who_asked_and_no_token_ever_is() {
     let service = Service::start(Some(TOKEN));
-    let log = Log::default();
-    let writer = log.clone();
-    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone());
     let wrong = TOKEN.replace('a', "b");
-    tracing::subscriber::with_default(subscriber.finish(), || {
+    let text = Log::of(|| {
         let with = |token: &str| post("purge").with("authorization", &format!("Bearer {token}"));
         service.ask(&with(TOKEN));
         for _ in 0..30 {
@@ -421,7 +458,6 @@ fn every_verb_is_logged_with_who_asked_and_no_token_ever_is() {
         service.clock.advance(Duration::from_secs(1));
         service.ask(&with(&wrong));
     });
-    let text = String::from_utf8(log.0.lock().expect("no panic").clone()).expect("text");
     let lines = |what: &str| text.lines().filter(|line| line.contains(what)).count();
     assert_eq!(lines("admin task requested"), 1, "{text}");
     assert!(text.contains(r#"command="purge""#) && text.contains(HERE), "{text}");

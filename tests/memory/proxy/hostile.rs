@@ -256,8 +256,12 @@ async fn clients_were_answered_what_only_operators_are_to_know() {
         let (seen, answer) = tokio::join!(serve, get(proxy.address, path));
         assert_eq!((seen, answer.text()), (format!("GET {path} HTTP/1.1"), "mine".to_owned()));
     }
-    for path in ["/", "/elsewhere"] {
-        assert_eq!(get(proxy.operators, path).await.status(), 404, "{path} went on");
+    for path in ["/", "/elsewhere", "/memory/purg"] {
+        let answer = get(proxy.operators, path).await;
+        assert_eq!(answer.status(), 404, "{path} went on");
+        // The bug: its body was empty.
+        let (text, expected) = (answer.text(), format!("no {path}: expected /healthz, "));
+        assert!(text.contains(&expected) && text.contains(" /memory/purge, "), "{text}");
     }
     let embed = post("/embed", "application/json", "{}");
     assert_eq!(ask(proxy.operators, embed).await.status(), 404);
