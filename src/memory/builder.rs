@@ -734,25 +734,17 @@ fn report(memory: &Memory) {
     let config = memory.config();
     let limit = shown(memory.0.shared.state.limit());
     let signals = &memory.0.shared.signals;
-    let (cpus, bounds) = (signals.cpus(), signals.bounds());
-    let bounds = bounds.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+    let (cpus, limits) = (signals.cpus(), signals.bounds());
+    let limits = limits.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
     #[cfg(feature = "device")]
     let device = Some(devices::choice(&memory.0.shared.devices, config));
     #[cfg(not(feature = "device"))]
     let device = None::<&str>;
-    log!(
-        info,
-        profile = %config.profile.value,
-        limit,
-        bounds,
-        device = device.map(tracing::field::display),
-        heap_decay = %config.heap_decay.value,
-        background_threads = memory.0.shared.background_threads,
-        cpus = cpus.whole(),
-        cpu_quota_milli = cpus.quota_milli,
-        bound_arenas = memory.0.shared.bound_arenas,
-        "memory manager started"
-    );
+    log!(info, profile = %config.profile.value, limit, limits,
+        device = device.map(tracing::field::display), heap_decay = %config.heap_decay.value,
+        background_threads = memory.0.shared.background_threads, cpus = cpus.whole(),
+        cpu_quota_milli = cpus.quota_milli, bound_arenas = memory.0.shared.bound_arenas,
+        "memory manager started");
     let last = memory.report().last_exit();
     let Some(LastExit { cause, summary, pid, version, .. }) = last else { return };
     let (is_orderly, cause) = (cause.is_orderly(), cause.name());
