@@ -22,8 +22,6 @@ use super::error::MemoryError;
 const WAITING_MAX: usize = 8;
 /// The maximum number of tasks kept, including finished ones.
 const KEPT_MAX: usize = 16;
-/// The smallest limit to fit in: the two threads alone need half of it.
-const FIT_MIN: ByteSize = ByteSize::mib(1);
 /// The shortest and the longest time that a fit may be given.
 const FIT_TIME_MIN: Duration = Duration::from_secs(1);
 const FIT_TIME_MAX: Duration = Duration::from_secs(3600);
@@ -65,7 +63,9 @@ pub enum AdminCommand {
     /// times again. If the limit is not above this one, there is nothing to do. A limit that rises
     /// needs no command.
     Fit {
-        /// The limit to fit in, at least 1 MiB; `None` ends the fit in force.
+        /// The limit to fit in; `None` ends the fit in force. At least 1 MiB, and unless a reclaimer
+        /// is registered, the least that the start would have accepted
+        /// ([`StartError::LimitTooSmall`](super::StartError::LimitTooSmall)).
         limit: Option<ByteSize>,
         /// The longest time until the process fits, 1 s to 1 h: usually
         /// [`AdminCommand::FIT_WITHIN`].
@@ -119,11 +119,11 @@ impl AdminCommand {
         }
     }
 
-    /// Checks the values of the command.
-    pub(super) fn check(&self) -> Result<(), MemoryError> {
+    /// Checks the values of the command; a fit's limit is at least `least`.
+    pub(super) fn check(&self, least: ByteSize) -> Result<(), MemoryError> {
         let Self::Fit { limit, within, .. } = self else { return Ok(()) };
-        if let Some(limit) = limit.filter(|limit| *limit < FIT_MIN) {
-            return Err(MemoryError::FitLimit { limit, least: FIT_MIN });
+        if let Some(limit) = limit.filter(|limit| *limit < least) {
+            return Err(MemoryError::FitLimit { limit, least });
         }
         if !(FIT_TIME_MIN..=FIT_TIME_MAX).contains(within) {
             return Err(MemoryError::FitTime { within: *within });

@@ -56,7 +56,7 @@ impl MemoryAdmin<'_> {
         if shared.admission.is_closed() || shared.state.is_closed() {
             return Err(MemoryError::Ended);
         }
-        command.check()?;
+        command.check(shared.fit_min())?;
         match &command {
             AdminCommand::Purge | AdminCommand::Fit { .. } | AdminCommand::Admission { .. } => {}
             AdminCommand::Unload { resource } => drop(shared.resource_named(resource)?),

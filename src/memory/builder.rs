@@ -33,6 +33,7 @@ use super::admin::AdminTasks;
 use super::devices::{self, Devices, GivenDrivers};
 use super::error::{Diagnostic, StartError};
 use super::events::shown;
+use super::fit::{LIMIT_MIN, held_at_start, held_by_process, least_limit};
 use super::flight::{Flight, FlightFile, FlightRecorder, LastExit};
 use super::heap::{SettledHeap, bound_arenas, on_thread_start, settle_heap};
 use super::manager::{Memory, WeakMemory};
@@ -289,8 +290,6 @@ impl Builder {
         let (mut steps, has_own) = devices.settle_budgets(&admission, &joined, &mut diagnostics);
         #[cfg(not(feature = "device"))]
         let (mut steps, has_own) = (Vec::new(), false);
-        #[cfg(not(feature = "device"))]
-        admission.state().unify();
         steps.extend([Budget::Host, Budget::Device].map(|budget| resources.reclaimer(budget)));
         let mut maintenance = Maintenance::new(
             settings(&config, has_own, heap.decay_interval),
@@ -302,6 +301,7 @@ impl Builder {
         #[cfg(feature = "device")]
         devices.budgets().for_each(|budget| maintenance.add_device(budget.clone()));
         let shared = Arc::new(Shared {
+            held_at_start: held_at_start(&signals, heap.probe),
             config,
             started_at: clock.since_epoch(),
             clock,
@@ -525,6 +525,8 @@ pub(super) const fn is_usual(error: &SignalError) -> bool {
 /// Sets the mode, and lets idle resources and reclaimers make room. The heap is purged before it is
 /// used. A detached `Memory` measures nothing, and so asks no reclaimer.
 fn prepare_admission(shared: &Arc<Shared>, is_detached: bool) {
+    #[cfg(not(feature = "device"))]
+    shared.admission.state().unify();
     shared.set_admission_mode(shared.config.admission_mode.value);
     let purged = Arc::downgrade(shared);
     shared.resources.evict_for(&shared.admission, Arc::clone(&shared.clock), move || {
@@ -653,9 +655,6 @@ fn settle_limit(config: &Config, signals: Signals, diagnostics: &mut Vec<Diagnos
     signals.with_limit(given)
 }
 
-/// The minimum accepted limit: the two threads alone need half of it.
-const LIMIT_MIN: ByteSize = ByteSize::mib(1);
-
 /// Rejects a configured limit that would never admit a request because this process already uses as
 /// much as the ceiling. For a cgroup's limit this is only a diagnostic: it may be raised, and other
 /// processes may use the memory that counts against it.
@@ -681,11 +680,8 @@ fn check_limit(
         return Ok(());
     }
     let limit = signal.limit.bytes;
-    // Without file pages, which no limit counts, and without memory of the cgroup's other
-    // processes.
-    let held = signal.rss.map_or(signal.physical, |rss| rss.min(signal.physical));
-    let least = held.scaled(1.0 / config.ceiling.value).saturating_add(ByteSize::new(1));
-    let least = least.next_multiple_of(LIMIT_MIN).unwrap_or(ByteSize::MAX);
+    let held = held_by_process(&signal);
+    let least = least_limit(held, config.ceiling.value);
     if signal.limit.source == LimitSource::Override && limit < least {
         let from = config.memory_limit.source;
         return Err(StartError::LimitTooSmall { limit, from, held, least });

@@ -230,7 +230,7 @@ pub enum MemoryError {
         /// The existing names.
         known: Vec<String>,
     },
-    /// No process fits in this limit.
+    /// This process does not fit in this limit: it held more at its start.
     #[error("cannot fit in {limit}: expected at least {least}")]
     FitLimit {
         /// The limit in the command.

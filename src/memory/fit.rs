@@ -23,7 +23,8 @@ use crate::bytes::ByteSize;
 use crate::clock::{Moment, short};
 use crate::sync::{caught, lock};
 use lowtide_admission::fit::{Fit, FitSample, FitStep, HOLD};
-use lowtide_admission::{Budget, Job, Limit, ReclaimerStats, Trigger};
+use lowtide_admission::{Budget, Job, Limit, ReclaimerStats, Signal, Signals, Trigger};
+use lowtide_heap::HeapProbe;
 
 use super::admin::{AdminCommand, AdminTaskState};
 use super::breakdown::{MemoryPart, PartKind};
@@ -52,7 +53,36 @@ fn describe_limit(limit: Limit) -> String {
     format!("{}, set by {}", limit.bytes, limit.source.phrase())
 }
 
+/// The minimum accepted limit: the two threads alone need half of it.
+pub(super) const LIMIT_MIN: ByteSize = ByteSize::mib(1);
+
+/// Returns the memory of this process without file pages, which no limit counts, and without that
+/// of the cgroup's other processes.
+pub(super) fn held_by_process(signal: &Signal) -> ByteSize {
+    signal.rss.map_or(signal.physical, |rss| rss.min(signal.physical))
+}
+
+/// Returns the memory of this process now, without free pages of the heap.
+pub(super) fn held_at_start(signals: &Signals, heap: Option<HeapProbe>) -> ByteSize {
+    let heap = heap.and_then(|heap| heap.snapshot().ok()).unwrap_or_default();
+    held_by_process(&signals.sample()).saturating_sub(heap.dirty.saturating_add(heap.muzzy))
+}
+
+/// Returns the smallest limit that admits anything next to these bytes, in whole MiB.
+pub(super) fn least_limit(held: ByteSize, ceiling: f64) -> ByteSize {
+    let least = held.scaled(1.0 / ceiling).saturating_add(ByteSize::new(1));
+    least.next_multiple_of(LIMIT_MIN).unwrap_or(ByteSize::MAX)
+}
+
 impl Shared {
+    /// Returns the smallest limit to fit in: of what the process held at its start, unless it holds
+    /// less by now, or a reclaimer may release memory that is older.
+    pub(super) fn fit_min(&self) -> ByteSize {
+        let is_kept = !self.resources.reclaimer_stats().iter().any(|of| of.registered);
+        let held = held_by_process(&self.signals.sample()).min(self.held_at_start);
+        least_limit(if is_kept { held } else { ByteSize::ZERO }, self.config.ceiling.value)
+    }
+
     /// Begins a fit, or ends the one in force. Returns the outcome of the task, or `None` if the
     /// task goes on.
     pub(super) fn begin_fit(
@@ -67,10 +97,8 @@ impl Shared {
         };
         let limit = self.signals.sample().limit_without_fit;
         let Some(fit) = fit else {
-            let before = match ended {
-                Some(before) => format!("the fit in {before} is lifted"),
-                None => "no fit is in force".to_owned(),
-            };
+            let none = || "no fit is in force".to_owned();
+            let before = ended.map_or_else(none, |limit| format!("the fit in {limit} is lifted"));
             return Ok(Some(format!("{before}: the limit is {}", describe_limit(limit))));
         };
         if fit.limit >= limit.bytes {
@@ -86,14 +114,8 @@ impl Shared {
             self.signals.set_fit(Some(fit.limit));
         }
         self.state.post(Job::Purge { trigger: Trigger::Manual });
-        log!(
-            info,
-            admin_task = id,
-            limit = %fit.limit,
-            was = describe_limit(limit),
-            within = %short(fit.within),
-            "fit started"
-        );
+        log!(info, admin_task = id, limit = %fit.limit, was = describe_limit(limit),
+            within = %short(fit.within), "fit started");
         Ok(None)
     }
 

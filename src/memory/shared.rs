@@ -42,6 +42,8 @@ const HOLDERS_MAX: usize = 5;
 const NOTES_MAX: usize = 64;
 
 pub(super) struct Shared {
+    /// The memory of this process at the start, without free pages of the heap.
+    pub(super) held_at_start: ByteSize,
     pub(super) config: Config,
     pub(super) clock: Arc<dyn Clock>,
     pub(super) birth: Birth,
