@@ -274,7 +274,8 @@ fn instructions(figures: &mut Figures) -> Result<(), BoxError> {
     let count = |counted: &str| {
         let is_request = counted.starts_with("hello") || counted.contains('x');
         let steps = if is_request { HELLOS } else { POLLS };
-        per_step("", counted, steps)
+        // Otherwise jemalloc looks through a thread's cache after some time, not some bytes.
+        per_step("experimental_tcache_gc:false", counted, steps)
     };
     let more = |of: &str| Ok::<_, BoxError>(count(of)? - count(&format!("{of}-bare"))?);
     let mut add = |name: &str, value, unit, most| {
