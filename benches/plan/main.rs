@@ -111,7 +111,8 @@ fn measure(
         figures.timed(&figure("seconds"), seconds, "s", SECONDS);
         after_10ms.push(per_bound(solve(problem, Duration::from_millis(10), 0).peak()));
     }
-    let budget = if cli.ci { budget.min(Duration::from_secs(2)) } else { budget };
+    // Those of the set end at their bound, on a slow machine after more than two seconds.
+    let budget = if cli.ci && !is_of_set { budget.min(Duration::from_secs(2)) } else { budget };
     // The least peak within the budget, and what that takes.
     for _ in 0..if cli.ci && matches!(name, "D" | "J") { 0 } else { rounds } {
         let started = Instant::now();
