@@ -269,7 +269,8 @@ impl Registered {
     }
 
     fn begin(self: &Arc<Self>) -> Option<ReclaimCall> {
-        let may_ask = !self.is_removed.load(Ordering::Acquire) && self.pace.start(self.clock.now());
+        let may_ask =
+            !self.is_removed.load(Ordering::Acquire) && self.pace.start(self.clock.now(), false);
         may_ask.then(|| ReclaimCall { registered: Arc::clone(self), is_over: false })
     }
 

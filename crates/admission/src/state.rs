@@ -77,7 +77,7 @@ pub struct AdmissionState {
     /// The same by tenant: at most 33.
     pub tenants: Usages,
     pub(super) queue: WaitQueue,
-    turns: Turns,
+    pub(super) turns: Turns,
     pub(super) unused: PurgeablePages,
     /// Wakes the control loop.
     pub(super) bell: RwLock<Option<Arc<Bell>>>,
@@ -428,11 +428,6 @@ impl AdmissionState {
                 self.make_room(cost, None, Patience::HasWaited);
             }
         }
-    }
-
-    /// Adapts how many large requests run at once, before [`AdmissionState::tend_queue`].
-    pub(super) fn adapt_turns(&self, passed: Duration, small_total: u64) {
-        self.turns.adapt(passed, small_total, self.queue.lacks_any(WaitReason::Turn));
     }
 
     #[cold]

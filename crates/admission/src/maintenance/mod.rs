@@ -42,6 +42,7 @@ use super::reclaim::{ReclaimBackoff, ReclaimStep, STEPS_MAX, due};
 use super::signal::{Limit, LimitSource};
 use super::state::AdmissionState;
 use super::tally::{AdmissionStats, BudgetCounts};
+use super::waiting::WaitReason;
 use purging::{RetainedGrowth, purgeable_now};
 use saturation::{Saturation, add_utilizations};
 use state::Figures;
@@ -405,7 +406,8 @@ impl Maintenance {
         state.large.tend(self.host.pressure.level, now);
         let held = [sample.physical, purgeable_now(sample)];
         state.unused.publish(freed, held, [tick.urgent_worth, tick.most]);
-        state.adapt_turns(before.1, self.host.counts.admitted_total(LARGE_MIN));
+        let waits = state.queue.lacks_any(WaitReason::Turn);
+        state.turns.adapt(before.1, self.host.counts.admitted_total(LARGE_MIN), waits);
         state.tend_queue(now);
         let exhaustion = self.look_for_exhaustion(&tick, &mut figures);
         figures.saturation = self.saturate(&tick);
@@ -669,7 +671,7 @@ impl Maintenance {
         [(&self.host, least), (&self.device, Level::None)].map(|(account, least)| {
             let level = account.pressure.level.max(least);
             let step = due(&self.steps, account.budget, level, tick.now)?;
-            self.steps.get(step)?.pace.start(tick.now).then_some(Job::Reclaim { step })
+            self.steps.get(step)?.pace.start(tick.now, false).then_some(Job::Reclaim { step })
         })
     }
 

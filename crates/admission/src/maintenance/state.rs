@@ -64,10 +64,8 @@ impl PressureState {
     /// Returns the figures of the last tick.
     pub(super) fn figures(&self) -> Figures {
         // In a forked child the control loop may have held the lock.
-        let figures = match self.birth.is_here() {
-            true => Some(lock(&self.figures)),
-            false => try_lock(&self.figures),
-        };
+        let figures = self.birth.is_here().then(|| lock(&self.figures));
+        let figures = figures.or_else(|| try_lock(&self.figures));
         figures.map_or_else(Figures::default, |figures| *figures)
     }
 

@@ -716,8 +716,9 @@ impl<T: Send + Sync + 'static> Cell<T> {
             // The waiters look for other room, or are rejected.
             Err(EvictionError::Stuck) => self.end_refused(number, lock(&self.state)),
             Err(EvictionError::NoRoom) => {
-                lock(&self.state).asks_from = self.clock.now() + PAUSE_MIN;
-                self.end_refused(number, lock(&self.state));
+                let mut state = lock(&self.state);
+                state.asks_from = self.clock.now() + PAUSE_MIN;
+                self.end_refused(number, state);
             }
         }
         false
