@@ -25,7 +25,7 @@ use test_fork::test;
 use tower::{Layer, Service, service_fn};
 
 use crate::polled::{cloneable, wait_once};
-use crate::support::{Tree, advance_until, until};
+use crate::support::{Tree, advance_until, rest, until};
 
 const MIB: usize = 1 << 20;
 /// Each request claims twice as much.
@@ -75,6 +75,7 @@ impl Bed {
     }
 
     fn reserved(&self) -> ByteSize {
+        rest(&self.clock);
         self.admission().ledger(Budget::Host).reserved()
     }
 

@@ -25,7 +25,7 @@ use tower::util::BoxCloneSyncService;
 use tower::{Layer, Service, service_fn};
 
 use crate::polled::{poll, wait_once};
-use crate::support::{PATIENCE, Tree, advance_until, until};
+use crate::support::{Tree, advance_until, rest, until};
 
 const MIB: usize = 1 << 20;
 const SMALL: ByteSize = ByteSize::kib(16);
@@ -61,14 +61,9 @@ impl Bed {
         Self { memory, clock, service, tree }
     }
 
-    /// Waits for the end of a tick. A request ends with its last handle, and a tick may have it.
-    fn rest(&self) {
-        assert!(self.clock.wait_for_waiters(2, PATIENCE), "both threads rest");
-    }
-
     /// A request that was polled once.
     fn call(&mut self, path: &str, estimate: ByteSize) -> Result<Call, StatusCode> {
-        self.rest();
+        rest(&self.clock);
         let mut call = (self.service)(path, estimate);
         match poll(&mut call) {
             Poll::Pending => Ok(call),
@@ -77,7 +72,7 @@ impl Bed {
     }
 
     fn reserved(&self) -> ByteSize {
-        self.rest();
+        rest(&self.clock);
         self.memory.admission().ledger(Budget::Host).reserved()
     }
 

@@ -24,7 +24,7 @@ use tower::{Layer, Service, service_fn};
 
 use crate::polled::{poll, wait_once};
 use crate::service_waiting::Bed;
-use crate::support::advance_until;
+use crate::support::{advance_until, rest};
 
 const CLAIM: ByteSize = ByteSize::mib(24);
 pub(crate) const FRAME: usize = 32 << 10;
@@ -138,6 +138,7 @@ impl Bed {
     }
 
     pub(crate) fn reserved(&self) -> ByteSize {
+        rest(&self.clock);
         self.memory.admission().ledger(Budget::Host).requests()
     }
 

@@ -24,7 +24,7 @@ use test_fork::test;
 use tower::{Layer, Service, service_fn};
 
 use crate::polled::{poll, wait_once};
-use crate::support::{Tree, advance_until, until};
+use crate::support::{Tree, advance_until, rest, until};
 
 const SMALL: ByteSize = ByteSize::mib(1);
 const TICK: Duration = Duration::from_millis(10);
@@ -85,6 +85,7 @@ impl Bed {
     }
 
     pub(crate) fn stats(&self) -> AdmissionStats {
+        rest(&self.clock);
         self.memory.admission().stats()
     }
 }

@@ -93,6 +93,12 @@ pub(crate) fn until_both_threads() {
     until("both threads run", || threads() == ["lowtide-control", "lowtide-worker"]);
 }
 
+/// Waits for the end of a tick, until both threads of a `Memory` rest. A request ends with its last
+/// handle, and a tick may have that for a moment.
+pub(crate) fn rest(clock: &ManualClock) {
+    assert!(clock.wait_for_waiters(2, PATIENCE), "both threads rest");
+}
+
 /// Waits until no thread of ours is left.
 pub(crate) fn until_no_threads() {
     until("the threads end", || threads().is_empty());
