@@ -56,13 +56,18 @@ impl ReclaimBackoff {
         lock(&self.state).next()
     }
 
-    /// Begins a run if one is allowed now, or, without regard to the pause, if none is in progress
-    /// and it is urgent. Returns `true` if it began.
-    pub(crate) fn start(&self, now: Moment, is_urgent: bool) -> bool {
+    /// Begins a run if one is allowed now. Returns `true` if it began.
+    pub(crate) fn start(&self, now: Moment) -> bool {
         let mut state = lock(&self.state);
-        let may = state.next() <= now || is_urgent && !state.running;
+        let may = state.next() <= now;
         state.running |= may;
         may
+    }
+
+    /// Begins a run unless one is in progress, without regard to the pause. Returns `true` if it
+    /// began.
+    pub(crate) fn start_without_pause(&self) -> bool {
+        !std::mem::replace(&mut lock(&self.state).running, true)
     }
 
     /// Ends a run that did nothing: the pause is that of the run before.
@@ -206,7 +211,7 @@ mod tests {
         assert_eq!(due(Budget::Device, Level::Elevated), None);
         assert_eq!(due(Budget::Device, Level::High), Some(2));
         // While the cheap one runs none is due; while it pauses the next one is.
-        assert!(steps[0].pace.start(at(0), false));
+        assert!(steps[0].pace.start(at(0)));
         assert_eq!(due(Budget::Host, Level::High), None);
         steps[0].run(ASKED, || at(0));
         assert_eq!(due(Budget::Host, Level::High), Some(1));
@@ -221,8 +226,8 @@ mod tests {
         for tick in 0..6000 {
             let now = at(tick * 10);
             if due(&steps, Budget::Host, Level::Elevated, now) == Some(0) {
-                assert!(steps[0].pace.start(now, false));
-                assert!(!steps[0].pace.start(now, false), "started twice");
+                assert!(steps[0].pace.start(now));
+                assert!(!steps[0].pace.start(now), "started twice");
                 steps[0].run(ASKED, || now);
                 starts.push(tick * 10);
             }
@@ -232,7 +237,7 @@ mod tests {
         assert!(pauses.iter().skip(6).all(|&pause| pause == 10_000));
         gives.store(5, Ordering::Relaxed);
         let now = at(100_000);
-        assert!(steps[0].pace.start(now, false));
+        assert!(steps[0].pace.start(now));
         steps[0].run(ASKED, || now);
         assert_eq!(due(&steps, Budget::Host, Level::Elevated, now + PAUSE_MIN), Some(0));
     }
@@ -241,7 +246,7 @@ mod tests {
     fn a_reclaimer_that_panics_recovers_nothing_and_stays_among_the_steps() {
         let gives = Arc::new(AtomicU64::new(u64::MAX));
         let steps = [step(Budget::Host, Level::Elevated, &gives)];
-        assert!(steps[0].pace.start(at(0), false));
+        assert!(steps[0].pace.start(at(0)));
         steps[0].run(ASKED, || at(5));
         assert_eq!(due(&steps, Budget::Host, Level::Elevated, at(204)), None);
         assert_eq!(due(&steps, Budget::Host, Level::Elevated, at(205)), Some(0));

@@ -269,8 +269,7 @@ impl Registered {
     }
 
     fn begin(self: &Arc<Self>) -> Option<ReclaimCall> {
-        let may_ask =
-            !self.is_removed.load(Ordering::Acquire) && self.pace.start(self.clock.now(), false);
+        let may_ask = !self.is_removed.load(Ordering::Acquire) && self.pace.start(self.clock.now());
         may_ask.then(|| ReclaimCall { registered: Arc::clone(self), is_over: false })
     }
 

@@ -671,7 +671,7 @@ impl Maintenance {
         [(&self.host, least), (&self.device, Level::None)].map(|(account, least)| {
             let level = account.pressure.level.max(least);
             let step = due(&self.steps, account.budget, level, tick.now)?;
-            self.steps.get(step)?.pace.start(tick.now, false).then_some(Job::Reclaim { step })
+            self.steps.get(step)?.pace.start(tick.now).then_some(Job::Reclaim { step })
         })
     }
 

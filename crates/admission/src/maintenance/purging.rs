@@ -147,7 +147,7 @@ impl Maintenance {
         } else {
             return None;
         };
-        if !self.purge.start(now, is_urgent) {
+        if !(self.purge.start(now) || is_urgent && self.purge.start_without_pause()) {
             return None;
         }
         (self.purged_at, self.recalled, self.loaded_at) = (now, quiet, None);
