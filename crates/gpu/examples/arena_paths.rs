@@ -46,6 +46,7 @@ const SMALL: usize = 128 << 10;
 const ASLEEP: usize = 128;
 
 type Block = Result<Buffer<u8>, DeviceError>;
+type Held = Vec<Buffer<u8>>;
 
 /// Runs what is counted. Its name is the one at which callgrind starts and stops to count.
 #[inline(never)]
@@ -78,11 +79,8 @@ fn open() -> Result<DeviceArena, DeviceError> {
         thread_cache: ByteSize::ZERO,
         ..ArenaConfig::new("paths")
     };
-    DeviceArena::open(
-        Arc::new(NoDriver(AtomicU64::new(1 << 40))),
-        Arc::new(ManualClock::new()),
-        config,
-    )
+    let driver = Arc::new(NoDriver(AtomicU64::new(1 << 40)));
+    DeviceArena::open(driver, Arc::new(ManualClock::new()), config)
 }
 
 /// An allocation from the thread's cache and the drop into it.
@@ -131,15 +129,15 @@ fn sleep_and_wake(counted: &str, times: usize) -> Result<(), DeviceError> {
         SleepOptions { drain: Duration::ZERO, stable: Contents::Keep, dynamic: Contents::Discard };
     for turn in 0..=times {
         // Not the first turn, which finds nothing ready.
-        let is_counted = |name: &str| turn > 0 && counted == name;
+        let counts = |name: &str| turn > 0 && counted == name;
         let sleep = || arena.sleep(options).map(drop);
         let wake = || arena.wake().map(drop);
-        if is_counted("sleep") {
+        if counts("sleep") {
             measured(sleep)?
         } else {
             sleep()?
         }
-        if is_counted("wake") { measured(wake)? } else { wake()? }
+        if counts("wake") { measured(wake)? } else { wake()? }
     }
     drop(held);
     Ok(())
@@ -149,15 +147,8 @@ fn granule(arena: &DeviceArena) -> Block {
     arena.alloc(GRANULE, Region::Dynamic)
 }
 
-fn fill(
-    held: &mut Vec<Buffer<u8>>,
-    times: usize,
-    alloc: impl Fn() -> Block,
-) -> Result<(), DeviceError> {
-    for _ in 0..times {
-        held.push(alloc()?);
-    }
-    Ok(())
+fn fill(held: &mut Held, times: usize, alloc: impl Fn() -> Block) -> Result<(), DeviceError> {
+    (0..times).try_for_each(|_| alloc().map(|block| held.push(block)))
 }
 
 type Answer<T = ()> = Result<T, DriverError>;
@@ -171,6 +162,13 @@ impl NoDriver {
     fn take(&self) -> u64 {
         self.0.fetch_add(GRANULE as u64, Ordering::Relaxed)
     }
+}
+
+/// Calls that do nothing.
+macro_rules! does_nothing {
+    ($($name:ident: $($of:ty),+;)+) => {
+        $(unsafe fn $name(&self, $(_: $of),+) -> Answer { Ok(()) })+
+    };
 }
 
 // SAFETY: there is no memory to which a pointer could lead: no address of it can be read, neither
@@ -201,32 +199,26 @@ unsafe impl Driver for NoDriver {
         Ok(DeviceAddress::new(self.0.fetch_add(size.get(), Ordering::Relaxed)))
     }
 
-    unsafe fn unreserve(&self, _: DeviceAddress, _: ByteSize) -> Answer {
-        Ok(())
+    does_nothing! {
+        unreserve: DeviceAddress, ByteSize;
+        copy: DeviceAddress, DeviceAddress, ByteSize;
+        stream_destroy: StreamHandle;
+        stream_synchronize: StreamHandle;
+        host_store_destroy: HostStore;
+        offload: DeviceAddress, StorePart, StreamHandle;
+        restore: StorePart, DeviceAddress, StreamHandle;
     }
 
     #[cfg(not(lowtide_reference))]
-    unsafe fn commit(&self, _: DeviceAddress, _: ByteSize, _: ByteSize) -> Answer {
-        Ok(())
+    does_nothing! {
+        commit: DeviceAddress, ByteSize, ByteSize;
+        decommit: DeviceAddress, ByteSize, ByteSize;
     }
 
     #[cfg(lowtide_reference)]
-    unsafe fn commit(&self, _: DeviceAddress, _: ByteSize) -> Answer {
-        Ok(())
-    }
-
-    #[cfg(not(lowtide_reference))]
-    unsafe fn decommit(&self, _: DeviceAddress, _: ByteSize, _: ByteSize) -> Answer {
-        Ok(())
-    }
-
-    #[cfg(lowtide_reference)]
-    unsafe fn decommit(&self, _: DeviceAddress, _: ByteSize) -> Answer {
-        Ok(())
-    }
-
-    unsafe fn copy(&self, _: DeviceAddress, _: DeviceAddress, _: ByteSize) -> Answer {
-        Ok(())
+    does_nothing! {
+        commit: DeviceAddress, ByteSize;
+        decommit: DeviceAddress, ByteSize;
     }
 
     fn device_memory(&self) -> Answer<Option<DeviceMemory>> {
@@ -238,30 +230,10 @@ unsafe impl Driver for NoDriver {
         Ok(StreamHandle::new(self.take()))
     }
 
-    unsafe fn stream_destroy(&self, _: StreamHandle) -> Answer {
-        Ok(())
-    }
-
-    unsafe fn stream_synchronize(&self, _: StreamHandle) -> Answer {
-        Ok(())
-    }
-
     fn host_store_create(&self, size: ByteSize) -> Answer<HostStore> {
         #[cfg(not(lowtide_reference))]
         return Ok(HostStore { at: self.take(), size });
         #[cfg(lowtide_reference)]
         Ok(HostStore::new(self.take()))
-    }
-
-    unsafe fn host_store_destroy(&self, _: HostStore) -> Answer {
-        Ok(())
-    }
-
-    unsafe fn offload(&self, _: DeviceAddress, _: StorePart, _: StreamHandle) -> Answer {
-        Ok(())
-    }
-
-    unsafe fn restore(&self, _: StorePart, _: DeviceAddress, _: StreamHandle) -> Answer {
-        Ok(())
     }
 }
