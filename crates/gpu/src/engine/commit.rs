@@ -58,6 +58,14 @@ pub(crate) async fn ensure_committed(
         let (grow, large_handles) = (state.steps.grow(), state.capabilities.handles);
         (state.capabilities.remap, CommitOptions { grow, large_handles })
     });
+    if remaps {
+        // To move an idle granule takes as many calls as to commit one.
+        let pairs = cx.with(|state| match state.region(region).segment.missing(span).granules {
+            1 => begin_remap(state, region, span, 1),
+            _ => Vec::new(),
+        });
+        try_remap(cx, pairs, &mut remaps).await;
+    }
     loop {
         let shortage = match cx.with(|state| next_commit(state, region, span, options)) {
             // This ends with the calls in progress: no granule of a placed span starts to leave,
@@ -153,12 +161,7 @@ async fn make_room(
     let missing = cx.with(|state| state.region(region).segment.missing(span)).granules;
     if *remaps && granules <= missing {
         let pairs = cx.with(|state| begin_remap(state, region, span, granules));
-        let (moved, error) = remap(cx, pairs).await;
-        if let Some(error) = &error {
-            cx.log(|arena| log!(debug, arena, %error, "remap failed")).await;
-        }
-        *remaps = error.is_none();
-        if moved > 0 {
+        if try_remap(cx, pairs, remaps).await > 0 {
             return Ok(ShortageOutcome::Freed);
         }
         if !*remaps {
@@ -167,6 +170,17 @@ async fn make_room(
     }
     let leave = if *remaps && granules > missing { granules - missing } else { granules };
     release_idle(cx, leave).await
+}
+
+/// Moves the memory of marked pairs, and returns the granules moved. After an error there are no
+/// more remaps.
+async fn try_remap(cx: &OpContext<'_>, pairs: Vec<Pair>, remaps: &mut bool) -> u64 {
+    let (moved, error) = remap(cx, pairs).await;
+    if let Some(error) = &error {
+        cx.log(|arena| log!(debug, arena, %error, "remap failed")).await;
+    }
+    *remaps = error.is_none();
+    moved
 }
 
 /// Releases about this many idle granules.
@@ -211,8 +225,7 @@ pub(super) fn assess(state: &ArenaState, shortage: ExceededBound) -> Result<u64,
 // When the limit or the device rejects a commit, idle granules can supply the memory. If the
 // granules were released first, another process on the device could take their memory, and the
 // device would create new handles; a remap releases nothing. So no idle memory is lost to
-// fragmented addresses. The oldest idle granules go first: memory that was used or committed
-// recently is likely to be requested again.
+// fragmented addresses. The innermost idle granules go first, as in a release.
 //
 // As for every driver call, the lock is released: source granules are marked as leaving, target
 // granules as arriving, and a thread that needs one of them waits for the result. The memory
@@ -251,29 +264,20 @@ pub(super) async fn remap(cx: &OpContext<'_>, pairs: Vec<Pair>) -> (u64, Option<
     (moved, failed)
 }
 
-/// Marks up to this many idle granules as leaving, the longest idle ones first, and as many bare
-/// granules of a touched span as arriving: at most [`CALLS_MAX`] pairs, plus one for each gap in the
-/// bare granules. Holds the lock while it checks every idle granule.
+/// Marks up to this many idle granules as leaving, and as many bare granules of a touched span as
+/// arriving: at most [`CALLS_MAX`] pairs, plus one for each gap in the bare granules.
 fn begin_remap(state: &mut ArenaState, region: Region, span: Span, granules: u64) -> Vec<Pair> {
     if state.sleep.may_be_copied() || !state.costs.prefers_remap() {
         return Vec::new(); // a release waits for copies first
     }
     let granules = granules.min(state.region(region).segment.bare(span));
-    let ages = state.aging.ages(state.events.clock.now());
-    let Some(age) = age_of_oldest(state, granules, ages) else { return Vec::new() };
-    let older = ages.waiting(age.saturating_add(1));
-    let mut leaving = Vec::new();
-    for ages in [older, ages.waiting(age)] {
-        let mut cursors = [START; Region::ALL.len()];
-        while leaving.len() < CALLS_MAX {
-            let left = granules - sum_of(&leaving);
-            let next = state.begin_leave(left, 1, &mut cursors, Some(ages));
-            let Some(next) = next else { break };
-            leaving.push(next);
-        }
+    let (mut left, mut leaving, mut cursors) = (granules, Vec::new(), [START; Region::ALL.len()]);
+    while leaving.len() < CALLS_MAX {
+        let Some(next) = state.begin_leave(left, 1, &mut cursors, None) else { break };
+        left -= next.run.granules();
+        leaving.push(next);
     }
-    let runs = state.region_mut(region).segment.begin_arrive(span, sum_of(&leaving));
-    debug_assert_eq!(runs.iter().map(|run| run.granules()).sum::<u64>(), sum_of(&leaving));
+    let runs = state.region_mut(region).segment.begin_arrive(span, granules - left);
     pairs(state, region, leaving, runs)
 }
 
@@ -297,17 +301,6 @@ fn pairs(state: &ArenaState, region: Region, leaving: Vec<PlacedRun>, runs: Vec<
     pairs
 }
 
-/// Returns the greatest age that at least this many idle granules have or exceed; the lowest age if
-/// there are fewer granules. Returns `None` if no granule may leave.
-fn age_of_oldest(state: &ArenaState, granules: u64, ages: Ages) -> Option<u32> {
-    let regions = Region::ALL.into_iter();
-    let idle = regions.flat_map(|region| state.region(region).segment.idle_ages(ages));
-    let mut idle: Vec<u32> = idle.collect();
-    let nth = usize::try_from(granules).unwrap_or(usize::MAX).min(idle.len()).checked_sub(1)?;
-    let (_, age, _) = idle.select_nth_unstable_by(nth, |a, b| b.cmp(a));
-    Some(*age)
-}
-
 /// Records the result of a remap.
 fn end_remap(state: &mut ArenaState, pair: Pair, at: DeviceAddress, done: bool) {
     let Pair { from, region, to } = pair;
@@ -321,10 +314,6 @@ fn end_remap(state: &mut ArenaState, pair: Pair, at: DeviceAddress, done: bool) 
         });
     }
     state.note_result();
-}
-
-fn sum_of(leaving: &[PlacedRun]) -> u64 {
-    leaving.iter().map(|part| part.run.granules()).sum()
 }
 
 // Releases idle memory to the driver.

@@ -52,11 +52,6 @@ impl Ages {
         if age == u32::MAX { 0 } else { age }
     }
 
-    /// Returns the same moment with an expiry after this many parts.
-    pub(crate) const fn waiting(self, wait: u32) -> Self {
-        Self { wait, ..self }
-    }
-
     /// Returns `true` if memory with this stamp has expired.
     pub(crate) const fn is_over(self, stamp: Stamp) -> bool {
         self.of(stamp) >= self.wait

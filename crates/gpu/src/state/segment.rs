@@ -366,13 +366,8 @@ impl Segment {
 
     /// Returns the age of the longest idle memory that may leave.
     pub(crate) fn oldest(&self, ages: Ages) -> Option<u32> {
-        let pieces = self.pieces.as_ref();
-        pieces.map_or_else(|| self.idle_ages(ages).max(), |pieces| pieces.oldest(ages))
-    }
-
-    /// Returns the age of each granule that may leave.
-    pub(crate) fn idle_ages(&self, ages: Ages) -> impl Iterator<Item = u32> {
-        self.low.idle_ages(ages).chain(self.high.idle_ages(ages))
+        let idle = || self.low.idle_ages(ages).chain(self.high.idle_ages(ages)).max();
+        self.pieces.as_ref().map_or_else(idle, |pieces| pieces.oldest(ages))
     }
 
     /// Marks the next idle handles of one size as leaving, the innermost first.
