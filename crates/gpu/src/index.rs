@@ -159,9 +159,19 @@ impl BlockIndex {
         request: Request,
         cost: impl Fn(Span) -> u64,
     ) -> Option<(BlockId, Span)> {
+        self.take_below(u64::MAX, request, cost)
+    }
+
+    /// Like [`BlockIndex::take`], unless the place costs so much.
+    pub(crate) fn take_below(
+        &mut self,
+        most: u64,
+        request: Request,
+        cost: impl Fn(Span) -> u64,
+    ) -> Option<(BlockId, Span)> {
         let wanted = self.rounded(request)?;
-        let FreePlace { slot, bin, start, .. } = self.find(wanted, &cost)?;
-        Some(self.carve(slot, bin, Span { offset: start, size: wanted.size }))
+        let place = self.find(wanted, &cost).filter(|place| place.cost < most)?;
+        Some(self.carve(place.slot, place.bin, Span { offset: place.start, size: wanted.size }))
     }
 
     /// Like [`BlockIndex::take`], but examines every free block that is large enough, at both of

@@ -734,7 +734,9 @@ impl RegionIndex {
     }
 
     /// Like [`BlockIndex::take`], in the range at the request's end. A small block that finds no
-    /// address there is placed among the large ones, unless it is to stay `within` the range.
+    /// address there is placed among the large ones, unless it is to stay `within` the range. A
+    /// block of up to twice the size of small ones is placed among those if they have memory for
+    /// it, and the large ones have not.
     pub(crate) fn take(
         &mut self,
         request: Request,
@@ -748,7 +750,14 @@ impl RegionIndex {
                 return taken;
             }
         }
-        low.take(Request { end: End::Low, ..request }, cost)
+        let [down, up] = [End::Low, End::High].map(|end| Request { end, ..request });
+        if request.size < 2 * SMALL_BELOW && !within {
+            let found = low.take_below(COST_OF_COMMITTING, down, &cost);
+            if let Some(found) = found.or_else(|| high.take_below(COST_OF_COMMITTING, up, &cost)) {
+                return Some(found);
+            }
+        }
+        low.take(down, cost)
     }
 
     /// Returns all offsets of the range at an end.
