@@ -136,11 +136,16 @@ async fn place_in_new_segment(
     target: AllocRequest,
     search: Search,
 ) -> Result<(Placement, Dependencies), AllocFailure> {
-    let (mut attempts, mut grow, granules, needed) = cx.with(|state| {
+    let (mut attempts, mut grow, granules, needed, surplus) = cx.with(|state| {
         let attempts = ATTEMPTS_BESIDE + state.granules_for(state.memory().idle());
         let granules = state.granules_for(target.size);
-        (attempts, state.steps.grow(), granules, state.bytes_of(granules))
+        let needed = state.bytes_of(granules);
+        (attempts, true, granules, needed, state.surplus(needed))
     });
+    if surplus > 0 {
+        let _ = release_idle(cx, surplus).await; // if that fails, there is more than necessary
+        awake(cx).await.map_err(AllocFailure::uncounted)?;
+    }
     let fail = |cx: &OpContext<'_>, cause| {
         cx.with(|state| AllocFailure::of(cause, target.size).with_figures(state))
     };
@@ -152,8 +157,8 @@ async fn place_in_new_segment(
             shortage = match create_segment(cx, target, span).await {
                 Ok(Some(placed)) => return Ok((placed, Dependencies::new())),
                 Ok(None) => return Err(no_place),
-                // The call may succeed without the growth.
-                Err(DriverError::OutOfMemory { .. }) if grow => {
+                // The call may succeed without what others would use.
+                Err(DriverError::OutOfMemory { .. }) if span.size > needed => {
                     grow = false;
                     continue;
                 }

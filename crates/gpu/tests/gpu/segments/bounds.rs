@@ -24,15 +24,16 @@ fn where_the_limit_is_full_of_idle_segments_they_go_and_it_is_tried_again() {
 
 #[test]
 fn no_more_is_given_back_for_the_limit_than_is_in_the_way() {
-    let bed = Bed::limited(16);
+    let bed = Bed::limited(72);
+    let large = bed.dynamic(56).expect("room");
     drop([2, 4, 8].map(|mib| bed.dynamic(mib).expect("room")));
     bed.settle();
-    assert_eq!(bed.figures(), [14, 0, 0]);
+    assert_eq!(bed.figures(), [70, 56, 56]);
     // 6 are wanted and 2 are left: of 2, 4 and 8 the 4 do.
     let stable = bed.stable(6).expect("room");
-    assert_eq!(bed.figures(), [16, 6, 6]);
+    assert_eq!(bed.figures(), [72, 62, 62]);
     assert_eq!(bed.sim.calls(Call::Free), 1);
-    drop(stable);
+    drop((large, stable));
     bed.end();
 }
 
@@ -90,10 +91,10 @@ fn callbacks_are_asked_where_nothing_is_idle() {
 
 #[test]
 fn what_is_larger_than_the_reserve_is_refused_and_offsets_do_not_run_out_below_it() {
-    let bed = Bed::open(false, |config| config.reserve = ByteSize::mib(64));
-    assert!(matches!(bed.dynamic(65), Err(DeviceError::TooLarge { .. })));
-    // Segments of one granule, each with a wall beside it.
-    let mut all: Vec<_> = (0..32).map(|_| bed.dynamic(2).expect("room")).collect();
+    let bed = Bed::open(false, |config| config.reserve = ByteSize::mib(384));
+    assert!(matches!(bed.dynamic(385), Err(DeviceError::TooLarge { .. })));
+    // Segments of one block, each with a wall beside it.
+    let mut all: Vec<_> = (0..32).map(|_| bed.dynamic(12).expect("room")).collect();
     let mut nth = 0;
     all.retain(|_| {
         nth += 1;
@@ -101,8 +102,8 @@ fn what_is_larger_than_the_reserve_is_refused_and_offsets_do_not_run_out_below_i
     });
     bed.settle();
     bed.purge().expect("no call fails");
-    let whole = bed.dynamic(64).expect("the offsets go on");
-    assert_eq!(bed.figures(), [96, 96, 96]);
+    let whole = bed.dynamic(384).expect("the offsets go on");
+    assert_eq!(bed.figures(), [576, 576, 576]);
     drop((all, whole));
     bed.end();
 }

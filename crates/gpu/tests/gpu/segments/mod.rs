@@ -146,16 +146,28 @@ fn small_blocks_stand_in_segments_of_their_own() {
 #[test]
 fn no_block_crosses_from_one_segment_into_the_next() {
     let bed = Bed::plain();
-    let buffers: Vec<_> = (0..64).map(|_| bed.dynamic(2).expect("room")).collect();
-    assert_eq!(bed.sim.calls(Call::Alloc), 64);
+    let buffers: Vec<_> = (0..16).map(|_| bed.dynamic(12).expect("room")).collect();
+    assert_eq!(bed.sim.calls(Call::Alloc), 16);
     drop(buffers);
     bed.settle();
-    assert_eq!(bed.figures(), [128, 0, 0]);
-    // 128 MiB are idle, and no two of them in one piece.
-    assert_eq!(bed.snapshot().largest_free, ByteSize::mib(2));
-    let whole = bed.dynamic(3).expect("a segment of its own");
-    assert_eq!(bed.figures(), [132, 4, 3]);
+    assert_eq!(bed.figures(), [192, 0, 0]);
+    // 192 MiB are idle, and no two segments in one piece.
+    assert_eq!(bed.snapshot().largest_free, ByteSize::mib(12));
+    let whole = bed.dynamic(13).expect("a segment of its own");
+    assert_eq!(bed.figures(), [14, 14, 13], "the idle ones went first");
     drop(whole);
+    bed.end();
+}
+
+/// A call of the driver for each block took as many segments as blocks, and up to twice the memory.
+#[test]
+fn blocks_of_up_to_ten_mebibytes_share_segments_while_half_of_the_limit_is_left() {
+    let bed = Bed::limited(256);
+    let first: Vec<_> = (0..32).map(|_| bed.dynamic(3).expect("room")).collect();
+    assert!(bed.sim.calls(Call::Alloc) <= 16, "{:?}", bed.figures());
+    let then: Vec<_> = (0..32).map(|_| bed.dynamic(3).expect("room")).collect();
+    assert_eq!(bed.figures()[2], 192);
+    drop((first, then));
     bed.end();
 }
 

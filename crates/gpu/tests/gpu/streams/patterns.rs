@@ -15,8 +15,8 @@ const GIB: usize = 1 << 30;
 const SEED: u64 = 1;
 
 /// The most of any pattern, and of the mean. The goals are 1.15 and 1.06.
-const WORST: f64 = 2.24;
-const MEAN: f64 = 1.22;
+const WORST: f64 = 1.32;
+const MEAN: f64 = 1.13;
 
 struct Run {
     arena: DeviceArena,
@@ -416,13 +416,13 @@ fn idle_memory_is_used_before_more_is_committed() {
     drop((first, last, second));
 }
 
-/// The goals are 1.15, 1.10 and 1.5.
+/// The goals are 1.15, 1.10 and 1.5: they hold.
 #[test]
 fn without_virtual_memory_no_more_is_allocated_than_was_measured() {
     let measured = [
-        (("2mib_1", one_size::<{ 2 * MIB + 1 }> as fn(&mut Run)), 2.0),
-        (("1.5mib", one_size::<{ 3 * MIB / 2 }>), 1.34),
-        (("growing_batches", growing_batches), 3.4),
+        (("2mib_1", one_size::<{ 2 * MIB + 1 }> as fn(&mut Run)), 1.15),
+        (("1.5mib", one_size::<{ 3 * MIB / 2 }>), 1.05),
+        (("growing_batches", growing_batches), 1.45),
     ];
     for (pattern, most) in measured {
         let ratio = measure(pattern, false);
