@@ -15,7 +15,7 @@
 use super::commit::{
     ATTEMPTS_BESIDE, ExceededBound, ShortageOutcome, assess, ensure_committed, release_idle,
 };
-use super::completion::{complete_all, order_after};
+use super::completion::{complete_all, is_any_capturing, order_after};
 use super::context::OpContext;
 use super::move_block::{check_whole, wait_until_still};
 use super::resume::awake;
@@ -142,7 +142,8 @@ async fn place_in_new_segment(
         let needed = state.bytes_of(granules);
         (attempts, true, granules, needed, state.surplus(needed))
     });
-    if surplus > 0 {
+    // A plain driver waits for the device then, which would end a capture.
+    if surplus > 0 && is_any_capturing(cx).await == Ok(false) {
         let _ = release_idle(cx, surplus).await; // if that fails, there is more than necessary
         awake(cx).await.map_err(AllocFailure::uncounted)?;
     }

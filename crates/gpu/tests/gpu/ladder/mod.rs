@@ -10,7 +10,7 @@ mod granule;
 mod outlook;
 mod placement;
 mod random;
-mod remap;
+pub(crate) mod remap;
 
 use std::sync::Arc;
 

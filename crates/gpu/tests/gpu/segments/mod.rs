@@ -17,7 +17,7 @@ use std::time::Duration;
 use lowtide_cuda_sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
 use lowtide_gpu::ByteSize;
 use lowtide_gpu::clock::{Clock as _, Moment};
-use lowtide_gpu::driver::Backend;
+use lowtide_gpu::driver::{Backend, Driver as _};
 use lowtide_gpu::{
     ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceCosts, DeviceError, Growth, Region,
     SleepConfig, SleepOptions, SleepState,
@@ -157,6 +157,23 @@ fn no_block_crosses_from_one_segment_into_the_next() {
     assert_eq!(bed.figures(), [14, 14, 13], "the idle ones went first");
     drop(whole);
     bed.end();
+}
+
+#[test]
+fn idle_segments_stay_while_a_stream_captures() {
+    let bed = Bed::plain();
+    drop(bed.dynamic(12).expect("room"));
+    bed.settle();
+    let stream = bed.sim.stream_create().expect("a stream");
+    let lane = crate::ladder::remap::lane_of(&bed, stream);
+    bed.sim.begin_capture(stream).expect("nothing captures");
+    let larger = bed.dynamic(13).expect("room");
+    assert_eq!(bed.figures(), [26, 14, 13]);
+    let graph = bed.sim.end_capture(stream).expect("not spoiled");
+    bed.sim.graph_destroy(graph).expect("a graph");
+    drop((larger, lane));
+    bed.validate();
+    bed.sim.assert_no_faults();
 }
 
 /// A call of the driver for each block took as many segments as blocks, and up to twice the memory.
