@@ -197,7 +197,7 @@ pub(super) const ROWS: &[Row] = &[
         ),
     ),
     row("questions", "questions.advice.", Bench("controller -- --seeds 0 --days 0")),
-    row("light", "light.r light.sizes. light.admission.", Bench("requests -- --counted")),
+    row("light", "light.r light.sizes. light.admission. light.la", Bench("requests -- --counted")),
     row("fleet", "fleet.orca.", Script(".ci/fleet")),
     row("fleet", "fleet.report", Bench("requests -- --reports")),
     row("fleet", "fleet.grpc.", Script(".ci/grpc")),
