@@ -129,15 +129,11 @@ fn sleep_and_wake(counted: &str, times: usize) -> Result<(), DeviceError> {
         SleepOptions { drain: Duration::ZERO, stable: Contents::Keep, dynamic: Contents::Discard };
     for turn in 0..=times {
         // Not the first turn, which finds nothing ready.
-        let counts = |name: &str| turn > 0 && counted == name;
-        let sleep = || arena.sleep(options).map(drop);
-        let wake = || arena.wake().map(drop);
-        if counts("sleep") {
-            measured(sleep)?
-        } else {
-            sleep()?
-        }
-        if counts("wake") { measured(wake)? } else { wake()? }
+        let act = |name: &str, act: &dyn Fn() -> Result<(), DeviceError>| {
+            if turn > 0 && counted == name { measured(act) } else { act() }
+        };
+        act("sleep", &|| arena.sleep(options).map(drop))?;
+        act("wake", &|| arena.wake().map(drop))?;
     }
     drop(held);
     Ok(())

@@ -19,8 +19,8 @@ use crate::state::outstanding::{Captured, ImportedRange, Outstanding};
 use crate::state::pending::{Dependencies, StreamUses};
 use crate::state::raw::{RawBlocks, RawUse};
 use crate::state::region::{
-    APART_FROM, AllocRequest, CacheCounts, LaneNumber, PlacedRun, Placement, RegionState, Search,
-    end_of,
+    APART_FROM, AllocRequest, CacheCounts, LaneNumber, PlacedRun, Placement, RegionState,
+    RequestKind, Search, end_of,
 };
 use crate::state::segment::{Cursor, GranuleCall, Leave, MemoryCounts, Runs, Segment};
 use crate::state::sleep::{Sleep, SleepPhase};
@@ -688,14 +688,17 @@ impl ArenaState {
         self.limit.get() / self.granularity < APART_FROM
     }
 
-    /// Returns the number of granules that a new segment has for more blocks of the size: none once
-    /// half of the limit is there, and none in a page-locked pool, which has watermarks.
-    fn shared(&self, needed: u64) -> u64 {
+    /// Returns the number of granules that a new segment has for more blocks of the size. None once
+    /// half of the limit is there, nor in a page-locked pool, which has watermarks, nor for a
+    /// reserved block, whose free is to release it.
+    fn shared(&self, kind: RequestKind, needed: u64) -> u64 {
         let memory = self.memory();
-        let is_ample =
-            memory.backed <= self.limit.get() / 2 && !matches!(self.backend, Backend::PinnedHost);
-        let most = if is_ample && needed <= SHARED_MAX { 2 * SHARED_MAX } else { 0 };
-        let blocks = most.min(memory.active / SPARE_PART) / needed;
+        let is_whole =
+            matches!((self.backend, kind), (Backend::PinnedHost, _) | (_, RequestKind::Reserve));
+        if is_whole || memory.backed > self.limit.get() / 2 || needed > SHARED_MAX {
+            return 0;
+        }
+        let blocks = (memory.active / SPARE_PART).min(2 * SHARED_MAX) / needed;
         blocks.saturating_sub(1) * needed / self.granularity
     }
 
@@ -717,7 +720,8 @@ impl ArenaState {
         needed: u64,
         grow: bool,
     ) -> Option<Span> {
-        let ahead = if grow { self.growth(needed).max(self.shared(needed)) } else { 0 };
+        let ahead =
+            if grow { self.growth(needed).max(self.shared(wanted.origin.kind, needed)) } else { 0 };
         let size = needed + self.bytes_of(ahead);
         let is_shared = self.shares_granules() || search == Search::AmongLarge;
         let state = self.region_mut(wanted.region);

@@ -176,6 +176,16 @@ fn idle_segments_stay_while_a_stream_captures() {
     bed.sim.assert_no_faults();
 }
 
+#[test]
+fn a_reserved_block_shares_no_segment() {
+    let bed = Bed::plain();
+    let large = bed.dynamic(64).expect("room");
+    let reserved = bed.reserve::<u8>(5 * MIB, Region::Dynamic).expect("room");
+    assert_eq!(bed.figures(), [70, 70, 70]);
+    drop((large, reserved));
+    bed.end();
+}
+
 /// A call of the driver for each block took as many segments as blocks, and up to twice the memory.
 #[test]
 fn blocks_of_up_to_ten_mebibytes_share_segments_while_half_of_the_limit_is_left() {
