@@ -53,6 +53,10 @@ const SPARE_PART: u64 = 4;
 /// allocator.
 const SHARED_MAX: u64 = 10 << 20;
 
+/// The least number of shared segments under the limit: one that a single block keeps is a small
+/// part of it. A guess.
+const SEGMENTS_MIN: u64 = 32;
+
 /// How to commit the memory of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CommitOptions {
@@ -698,7 +702,8 @@ impl ArenaState {
         if is_whole || memory.backed > self.limit.get() / 2 || needed > SHARED_MAX {
             return 0;
         }
-        let blocks = (memory.active / SPARE_PART).min(2 * SHARED_MAX) / needed;
+        let most = (2 * SHARED_MAX).min(self.limit.get() / SEGMENTS_MIN);
+        let blocks = most.min(memory.active / SPARE_PART) / needed;
         blocks.saturating_sub(1) * needed / self.granularity
     }
 
@@ -706,8 +711,7 @@ impl ArenaState {
     pub(crate) fn surplus(&self, needed: u64) -> u64 {
         let memory = self.memory();
         let kept = memory.leaving + memory.active.saturating_add(needed) / SPARE_PART;
-        let idle =
-            if matches!(self.backend, Backend::PinnedHost) { 0 } else { memory.releasable() };
+        let idle = if self.backend == Backend::PinnedHost { 0 } else { memory.releasable() };
         self.granules_for(idle.saturating_sub(kept))
     }
 

@@ -176,6 +176,20 @@ fn idle_segments_stay_while_a_stream_captures() {
     bed.sim.assert_no_faults();
 }
 
+/// The bug: a block of a shared segment kept it, so that a block which fitted the limit was refused.
+#[test]
+fn under_a_small_limit_no_segment_is_kept_by_one_of_several_blocks() {
+    let bed = Bed::limited(64);
+    let large = bed.stable(20).expect("room");
+    let mut small: Vec<_> = (0..8).map(|_| bed.dynamic(2).expect("room")).collect();
+    small.drain(1..7);
+    bed.settle();
+    let fits = bed.dynamic(40).expect("64 MiB in all");
+    assert_eq!(bed.figures(), [64; 3]);
+    drop((large, small, fits));
+    bed.end();
+}
+
 #[test]
 fn a_reserved_block_shares_no_segment() {
     let bed = Bed::plain();
@@ -189,7 +203,7 @@ fn a_reserved_block_shares_no_segment() {
 /// A call of the driver for each block took as many segments as blocks, and up to twice the memory.
 #[test]
 fn blocks_of_up_to_ten_mebibytes_share_segments_while_half_of_the_limit_is_left() {
-    let bed = Bed::limited(256);
+    let bed = Bed::limited(1024);
     let first: Vec<_> = (0..32).map(|_| bed.dynamic(3).expect("room")).collect();
     assert!(bed.sim.calls(Call::Alloc) <= 16, "{:?}", bed.figures());
     let then: Vec<_> = (0..32).map(|_| bed.dynamic(3).expect("room")).collect();
