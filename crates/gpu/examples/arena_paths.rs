@@ -135,7 +135,6 @@ fn sleep_and_wake(counted: &str, times: usize) -> Result<(), DeviceError> {
         act("sleep", &|| arena.sleep(options).map(drop))?;
         act("wake", &|| arena.wake().map(drop))?;
     }
-    drop(held);
     Ok(())
 }
 

@@ -159,7 +159,9 @@ impl BlockIndex {
         request: Request,
         cost: impl Fn(Span) -> u64,
     ) -> Option<(BlockId, Span)> {
-        self.take_below(u64::MAX, request, cost)
+        let wanted = self.rounded(request)?;
+        let FreePlace { slot, bin, start, .. } = self.find(wanted, &cost)?;
+        Some(self.carve(slot, bin, Span { offset: start, size: wanted.size }))
     }
 
     /// Like [`BlockIndex::take`], unless the place costs so much.

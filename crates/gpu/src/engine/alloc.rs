@@ -139,8 +139,7 @@ async fn place_in_new_segment(
     let (mut attempts, mut grow, granules, needed, surplus) = cx.with(|state| {
         let attempts = ATTEMPTS_BESIDE + state.granules_for(state.memory().idle());
         let granules = state.granules_for(target.size);
-        let needed = state.bytes_of(granules);
-        (attempts, true, granules, needed, state.surplus(needed))
+        (attempts, true, granules, state.bytes_of(granules), state.surplus(granules))
     });
     // A plain driver waits for the device then, which would end a capture.
     if surplus > 0 && is_any_capturing(cx).await == Ok(false) {

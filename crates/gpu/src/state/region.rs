@@ -750,12 +750,12 @@ impl RegionIndex {
                 return taken;
             }
         }
-        let [down, up] = [End::Low, End::High].map(|end| Request { end, ..request });
+        let (down, up) =
+            (Request { end: End::Low, ..request }, Request { end: End::High, ..request });
         if request.size < 2 * SMALL_BELOW && !within {
             let found = low.take_below(COST_OF_COMMITTING, down, &cost);
-            if let Some(found) = found.or_else(|| high.take_below(COST_OF_COMMITTING, up, &cost)) {
-                return Some(found);
-            }
+            let found = found.or_else(|| high.take_below(COST_OF_COMMITTING, up, &cost));
+            return found.or_else(|| low.take(down, cost));
         }
         low.take(down, cost)
     }
