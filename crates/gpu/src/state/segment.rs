@@ -551,6 +551,9 @@ impl Segment {
             let whole = wholly.get(nth).is_some_and(|range| range.contains(&granule));
             (parts, whole || parts > 0)
         };
+        let touched = partly.len() + wholly.iter().map(Range::len).sum::<usize>();
+        let all = Span { offset: 0, size: self.extent };
+        assert_eq!(self.count(all, Word::touched), touched as u64, "touched granules");
         let none = (0, false);
         self.low.validate(|at| if at < self.middle { expected(at) } else { none });
         self.high.validate(|at| {
@@ -1061,37 +1064,35 @@ impl Granules {
         assert_eq!(self.counts.committing, total(|word| word.committing & word.backed));
         assert_eq!(self.counts.leaving, total(|word| word.leaving));
         self.validate_handles();
-        for (at, word) in self.words.iter().enumerate() {
-            assert_eq!(word.committing & word.leaving, 0, "both ways at once in word {at}");
-            assert_eq!(word.leaving & !word.backed, 0, "leaving and bare");
-            for bit in 0..64 {
-                let granule = at * 64 + bit;
-                let touched = self.is_touched(granule);
-                let partly = self.partly.get(granule).filter(|_| touched).copied().unwrap_or(0);
-                assert_eq!((partly, touched), expected(granule), "granule {granule}");
-                let leaves = self.leaves(granule, None);
-                let is_looked_at = granule < self.idle_end || self.is_stuck(granule);
-                assert!(!leaves || is_looked_at, "idle and never looked at: {granule}");
-            }
-        }
+        assert_eq!(total(|word| word.committing & word.leaving), 0, "both ways at once");
+        assert_eq!(total(|word| word.leaving & !word.backed), 0, "leaving and bare");
+        let each = |granule| {
+            let touched = self.is_touched(granule);
+            let partly = self.partly.get(granule).filter(|_| touched).copied().unwrap_or(0);
+            assert_eq!((partly, touched), expected(granule), "granule {granule}");
+            let leaves = self.leaves(granule, None);
+            let is_looked_at = granule < self.idle_end || self.is_stuck(granule);
+            assert!(!leaves || is_looked_at, "idle and never looked at: {granule}");
+        };
+        // Most of a region is neither.
+        self.runs(0..self.known(), |word| word.touched | word.backed, |run| run.for_each(each));
     }
 
     fn validate_handles(&self) {
-        let (mut at, mut stuck) = (0, 0);
-        while at < self.known() {
-            let handle = self.handle_of(at);
+        let (mut stuck, mut joined) = (0, 0);
+        let of = |word: Word| word.joined;
+        self.runs(0..self.known(), of, |run| {
+            let handle = run.start - 1..run.end;
             let same = |of: fn(Word) -> u64| {
-                handle.clone().all(|granule| self.is(granule, of) == self.is(handle.start, of))
+                let bits = self.count(handle.clone(), of);
+                bits == 0 || bits == handle.len() as u64
             };
-            let is_one = same(|word| word.backed)
-                && same(|word| word.committing)
-                && same(|word| word.leaving);
+            let is_one = same(|it| it.backed) && same(|it| it.committing) && same(|it| it.leaving);
             assert!(is_one, "the granules of the handle {handle:?} differ");
-            at = handle.end;
             stuck += self.stuck_in(&handle);
-        }
+            joined += run.len() as u64;
+        });
         assert_eq!(self.counts.stuck, stuck, "stuck granules");
-        let joined: u64 = self.words.iter().map(|word| count(word.joined)).sum();
         assert_eq!(self.joined, joined);
     }
 
