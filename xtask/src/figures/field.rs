@@ -19,7 +19,7 @@ type Values = BTreeMap<&'static str, (f64, String)>;
 struct Row<'a> {
     id: &'a str,
     package: &'a str,
-    /// `lib`, or the name of a test binary.
+    /// `lib`, or the name of a test binary, with options of Cargo.
     target: &'a str,
     test: &'a str,
 }
@@ -46,14 +46,14 @@ pub(crate) fn check(tree: &Tree, faults: &Faults) {
         let found = row.and_then(|Row { id, package, target, test }| {
             let folder = folder(&packages, package);
             let folder = folder.ok_or_else(|| format!("{id}: no package {package:?}"))?;
-            let target = if target == "lib" { "src".to_owned() } else { format!("tests/{target}") };
-            let target = format!("{folder}{target}");
+            let name = target.split(' ').next().unwrap_or(target);
+            let part = if name == "lib" { "src" } else { &format!("tests/{name}") };
+            let target = format!("{folder}{part}");
             let function = format!("fn {}(", test.rsplit("::").next().unwrap_or(test));
-            let mut files = tree
-                .files
-                .iter()
-                .filter(|file| file.name == format!("{target}.rs") || file.is_under(&target));
-            let is_there = files.any(|file| file.text.contains(&function));
+            let is_there = tree.files.iter().any(|file| {
+                let is_of_it = file.name == format!("{target}.rs") || file.is_under(&target);
+                is_of_it && file.text.contains(&function)
+            });
             if is_there { Ok(()) } else { Err(format!("{id}: no test {test} in {target}")) }
         });
         if let Err(why) = found {

@@ -2,7 +2,9 @@
 //! extension.
 //!
 //! Reported as jemalloc#937, jemalloc#1122 and jemalloc#1890.
-#![cfg(all(target_os = "linux", target_env = "gnu"))]
+//!
+//! It builds a jemalloc of its own, so only with this feature.
+#![cfg(all(target_os = "linux", target_env = "gnu", feature = "disable_initial_exec_tls"))]
 #![expect(unsafe_code, reason = "a library is loaded, and its function is called")]
 
 use std::ffi::{CStr, CString};
