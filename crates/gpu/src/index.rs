@@ -159,12 +159,10 @@ impl BlockIndex {
         request: Request,
         cost: impl Fn(Span) -> u64,
     ) -> Option<(BlockId, Span)> {
-        let wanted = self.rounded(request)?;
-        let FreePlace { slot, bin, start, .. } = self.find(wanted, &cost)?;
-        Some(self.carve(slot, bin, Span { offset: start, size: wanted.size }))
+        self.take_below(u64::MAX, request, cost)
     }
 
-    /// Like [`BlockIndex::take`], unless the place costs so much.
+    /// Like [`BlockIndex::take`], but returns `None` if the place costs `most` or more.
     pub(crate) fn take_below(
         &mut self,
         most: u64,
@@ -172,8 +170,11 @@ impl BlockIndex {
         cost: impl Fn(Span) -> u64,
     ) -> Option<(BlockId, Span)> {
         let wanted = self.rounded(request)?;
-        let place = self.find(wanted, &cost).filter(|place| place.cost < most)?;
-        Some(self.carve(place.slot, place.bin, Span { offset: place.start, size: wanted.size }))
+        let FreePlace { slot, bin, start, cost } = self.find(wanted, &cost)?;
+        if cost >= most {
+            return None;
+        }
+        Some(self.carve(slot, bin, Span { offset: start, size: wanted.size }))
     }
 
     /// Like [`BlockIndex::take`], but examines every free block that is large enough, at both of

@@ -707,10 +707,11 @@ impl ArenaState {
         blocks.saturating_sub(1) * needed / self.granularity
     }
 
-    /// Returns the number of idle granules to release before a new segment of so many.
+    /// Returns the number of idle granules to release before a new segment of this many.
     pub(crate) fn surplus(&self, granules: u64) -> u64 {
         let memory = self.memory();
-        let kept = memory.leaving + (memory.active + self.bytes_of(granules)) / SPARE_PART;
+        let kept =
+            memory.leaving + memory.active.saturating_add(self.bytes_of(granules)) / SPARE_PART;
         let idle = if self.backend == Backend::PinnedHost { 0 } else { memory.releasable() };
         self.granules_for(idle.saturating_sub(kept))
     }

@@ -745,7 +745,7 @@ impl RegionIndex {
     ) -> Option<(BlockId, Span)> {
         let [low, high] = &mut self.ranges;
         if matches!(request.end, End::High) && high.span() > 0 {
-            let taken = high.take(request, &cost);
+            let taken = high.take_below(u64::MAX, request, &cost);
             if taken.is_some() || within {
                 return taken;
             }
@@ -755,9 +755,9 @@ impl RegionIndex {
         if request.size < 2 * SMALL_BELOW && !within {
             let found = low.take_below(COST_OF_COMMITTING, down, &cost);
             let found = found.or_else(|| high.take_below(COST_OF_COMMITTING, up, &cost));
-            return found.or_else(|| low.take(down, cost));
+            return found.or_else(|| low.take_below(u64::MAX, down, cost));
         }
-        low.take(down, cost)
+        low.take_below(u64::MAX, down, cost)
     }
 
     /// Returns all offsets of the range at an end.

@@ -3,7 +3,7 @@
 //!
 //! Reported as jemalloc#937, jemalloc#1122 and jemalloc#1890.
 //!
-//! It builds a jemalloc of its own, so only with this feature.
+//! The test builds a second jemalloc, so it runs only with `disable_initial_exec_tls`.
 #![cfg(all(target_os = "linux", target_env = "gnu", feature = "disable_initial_exec_tls"))]
 #![expect(unsafe_code, reason = "a library is loaded, and its function is called")]
 
